@@ -1,0 +1,236 @@
+"""What the loop asks of a family of vision transformers, and how its attention is made ours.
+
+A family's own `Block.forward` and attention module keep running: LayerScale, qk-norm, rotary or gated attention stay
+right without being known here. Only three things are caught while a block runs on tokens: the call of
+`scaled_dot_product_attention`, the output of the MLP's first linear layer, and stochastic depth in a pack.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..errors import DwindleError
+from ..tokens import Packed, Tokens
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A backbone in numbers: what cost and methods need to know of it."""
+
+    blocks: int  # L
+    width: int  # D
+    heads: int
+    head_size: int
+    prefix: int  # class, distillation and register tokens
+    patch: tuple[int, int]
+    image: tuple[int, int]
+    channels: int
+    classes: int
+    block_macs: int  # linear layers of one block, per token
+    token_macs: int  # embedding, per patch
+    image_macs: int  # head, per image
+    reads_patches: bool  # the readout looks at patch tokens, not only at the prefix
+
+    def grid(self, image: tuple[int, int] | None = None) -> tuple[int, int]:
+        height, width = image or self.image
+        return height // self.patch[0], width // self.patch[1]
+
+    def tokens(self, image: tuple[int, int] | None = None) -> int:
+        rows, columns = self.grid(image)
+        return self.prefix + rows * columns
+
+
+class Backbone:
+    """One wrapped model. Subclasses say where a family keeps its parts; nothing else knows the family."""
+
+    families: ClassVar[list[type[Backbone]]] = []
+    family: ClassVar[str]
+    any_size: bool = False  # accepts images of other sizes than the one it was built for
+
+    def __init_subclass__(cls) -> None:
+        cls.families.append(cls)
+
+    def __init__(self, vit: nn.Module) -> None:
+        self.vit = vit
+
+    # What a family provides.
+    @classmethod
+    def claims(cls, vit: nn.Module) -> bool:
+        """Whether this family is the one to wrap `vit`."""
+        raise NotImplementedError
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        raise NotImplementedError
+
+    def attention(self, block: nn.Module) -> nn.Module:
+        """The module of a block that calls scaled_dot_product_attention."""
+        raise NotImplementedError
+
+    def mlp_in(self, block: nn.Module) -> nn.Module:
+        """The first linear layer of a block's MLP."""
+        raise NotImplementedError
+
+    def embed(self, images: Tensor) -> Tensor:
+        """(B, C, height, width) -> (B, N, D)."""
+        raise NotImplementedError
+
+    def readout(self, stream_BND: Tensor) -> Tensor:
+        """(B, N, D) -> logits."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> Shape:
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any] | None:
+        """What `rebuild` needs to make the same architecture again, as JSON; None if it cannot be told."""
+        raise NotImplementedError
+
+    @staticmethod
+    def rebuild(described: dict[str, Any]) -> nn.Module:
+        raise NotImplementedError
+
+    # What all families share.
+    def install(self) -> None:
+        """Make the wrapped model's blocks listen for tokens. Without a run in progress they behave as before."""
+        for block in self.blocks:
+            attention = self.attention(block)
+            attention.forward = MethodType(_attention_forward, attention)  # type: ignore[method-assign]
+            self.mlp_in(block).register_forward_hook(_tap)
+            for module in block.modules():
+                if _is_drop_path(module):
+                    module.register_forward_hook(_drop_per_image)
+
+    def remove(self) -> None:
+        """Undo `install`."""
+        ours = (_tap, _drop_per_image)
+        for block in self.blocks:
+            self.attention(block).__dict__.pop("forward", None)
+            for module in block.modules():
+                for key in [k for k, hook in module._forward_hooks.items() if hook in ours]:
+                    del module._forward_hooks[key]
+
+    def run(self, block: nn.Module, tokens: Tokens) -> Tokens:
+        """One block on the live rows."""
+
+        def call(x: Tensor) -> Tensor:
+            out = block(x)
+            return out[0] if isinstance(out, tuple) else out
+
+        _now.run = run = _Run(tokens)
+        try:
+            after = tokens.update(call)
+        finally:
+            _now.run = None
+        if not run.attended:
+            raise DwindleError(
+                f"{type(self.attention(block)).__name__} did not call scaled_dot_product_attention, so halted tokens "
+                "cannot be kept out of it; use the model's fused (sdpa) attention."
+            )
+        after.tap = run.tap
+        return after
+
+
+class _Run:
+    """One block at work: whose rows they are, and what was caught on the way."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+        self.tap: Tensor | None = None
+        self.attended = False
+
+
+class _Now(threading.local):
+    """The run in progress in this thread, if any. Thread-local: one model may serve several threads."""
+
+    run: _Run | None = None
+
+
+_now = _Now()
+
+
+class _Core(TorchFunctionMode):
+    """Hands the attention core to the tokens; every other call passes."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self.work = run
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        self.work.attended = True
+        return self.attend(*args, **kwargs)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **_: Any,
+    ) -> Tensor:
+        if attn_mask is not None or is_causal:
+            raise DwindleError("This model masks its own attention; only plain bidirectional attention can be adapted.")
+        return self.work.tokens.attend(q, k, v, dropout_p=dropout_p, scale=scale)
+
+
+def _attention_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = type(self).forward
+    if _now.run is None:
+        return forward(self, *args, **kwargs)
+    with _Core(_now.run):
+        return forward(self, *args, **kwargs)
+
+
+def _tap(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    run = _now.run
+    if run is not None and run.tokens.tapped is not None:
+        neuron = run.tokens.catch_neuron(module, args[0], output)
+        run.tap = neuron[0] if isinstance(run.tokens, Packed) else neuron
+
+
+def _is_drop_path(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("DropPath") and hasattr(module, "drop_prob")
+
+
+def _drop_per_image(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+    """A stock DropPath sees a pack (1, T, D) as one sample and drops all images at once: draw per image instead."""
+    run = _now.run
+    if run is None or not isinstance(run.tokens, Packed) or not module.training or not module.drop_prob:
+        return None
+    kept = 1.0 - module.drop_prob
+    drawn = torch.empty(run.tokens.shape[0], device=output.device).bernoulli_(kept)
+    return args[0] * (run.tokens.per_image(drawn / kept)[None, :, None]).to(output.dtype)
+
+
+def linear_macs(module: nn.Module) -> int:
+    """Multiply-accumulates of all linear layers in a module, per token."""
+    return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))
+
+
+def backbone_of(vit: nn.Module) -> Backbone:
+    """The backbone that fits `vit`, or the reason why there is none."""
+    from . import hf, timm  # noqa: F401  (they register themselves)
+
+    for family in Backbone.families:
+        if family.claims(vit):
+            return family(vit)
+    raise DwindleError(
+        f"{type(vit).__name__} cannot be adapted: it is not a plain vision transformer with one sequence of tokens "
+        "from first block to last (timm's VisionTransformer, or Hugging Face ViT, DeiT, DINOv2 with a classifier)."
+    )

@@ -1,0 +1,124 @@
+"""Hugging Face image classifiers: ViT, DeiT (also with a distillation head) and DINOv2 (extra `hf`)."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DwindleError
+from .base import Backbone, Shape, linear_macs
+
+# class name -> attribute of the tower below the classifier
+_TOWERS = {
+    "ViTForImageClassification": "vit",
+    "DeiTForImageClassification": "deit",
+    "DeiTForImageClassificationWithTeacher": "deit",
+    "Dinov2ForImageClassification": "dinov2",
+    "Dinov2WithRegistersForImageClassification": "dinov2_with_registers",
+}
+
+
+class HuggingFaceViT(Backbone):
+    family = "hf"
+    vit: Any
+    any_size = True  # position embeddings are interpolated
+
+    def __init__(self, vit: Any) -> None:
+        super().__init__(vit)
+        self.kind = type(vit).__name__
+        self.is_dino = self.kind.startswith("Dinov2")
+
+    @classmethod
+    def claims(cls, vit: nn.Module) -> bool:
+        # Nothing of transformers is imported: a model of it can only exist where it was.
+        transformers = sys.modules.get("transformers")
+        if transformers is None or not isinstance(vit, getattr(transformers, "PreTrainedModel", ())):
+            return False
+        if type(vit).__name__ not in _TOWERS:
+            raise DwindleError(
+                f"{type(vit).__name__} cannot be adapted; of Hugging Face's models these can: {', '.join(_TOWERS)}."
+            )
+        return True
+
+    @property
+    def tower(self) -> Any:
+        return getattr(self.vit, _TOWERS[self.kind])
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        # `encoder.layer` or `layers`, by version: it is the only list of modules in the tower.
+        return list(next(m for m in self.tower.modules() if isinstance(m, nn.ModuleList)))
+
+    def attention(self, block: Any) -> nn.Module:
+        return block.attention
+
+    def mlp_in(self, block: Any) -> nn.Module:
+        mlp = block.mlp if hasattr(block, "mlp") else block.intermediate
+        return next(m for m in mlp.modules() if isinstance(m, nn.Linear))
+
+    def install(self) -> None:
+        super().install()
+        config: Any = self.vit.config
+        self.implementation = config._attn_implementation
+        config._attn_implementation = "sdpa"  # the path that calls scaled_dot_product_attention
+
+    def remove(self) -> None:
+        super().remove()
+        self.vit.config._attn_implementation = self.implementation
+
+    def embed(self, images: Tensor) -> Tensor:
+        # DINOv2 always interpolates its positions; the others only when asked.
+        built_for = tuple(images.shape[-2:]) == self.shape.image
+        options = {} if self.is_dino else {"interpolate_pos_encoding": not built_for}
+        return self.tower.embeddings(images, **options)
+
+    def readout(self, stream_BND: Tensor) -> Tensor:
+        vit: Any = self.vit
+        x = self.tower.layernorm(stream_BND)
+        if self.is_dino:
+            return vit.classifier(torch.cat([x[:, 0], x[:, self.shape.prefix :].mean(1)], -1))
+        if self.kind == "DeiTForImageClassificationWithTeacher":
+            return (vit.cls_classifier(x[:, 0]) + vit.distillation_classifier(x[:, 1])) / 2
+        return vit.classifier(x[:, 0])
+
+    @property
+    def shape(self) -> Shape:
+        config: Any = self.vit.config
+        size, patch, width = config.image_size, config.patch_size, config.hidden_size
+        registers = getattr(config, "num_register_tokens", 0) if "Registers" in self.kind else 0
+        return Shape(
+            blocks=config.num_hidden_layers,
+            width=width,
+            heads=config.num_attention_heads,
+            head_size=width // config.num_attention_heads,
+            prefix=(2 if self.kind.startswith("DeiT") else 1) + registers,
+            patch=(patch, patch) if isinstance(patch, int) else tuple(patch),
+            image=(size, size) if isinstance(size, int) else tuple(size),
+            channels=config.num_channels,
+            classes=config.num_labels,
+            block_macs=linear_macs(self.blocks[0]),
+            token_macs=config.num_channels * patch**2 * width,
+            image_macs=sum(linear_macs(m) for name, m in self.vit.named_children() if "classifier" in name),
+            reads_patches=self.is_dino,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        config: Any = self.vit.config
+        return {"model": self.kind, "options": config.to_diff_dict()}
+
+    @staticmethod
+    def rebuild(described: dict[str, Any]) -> nn.Module:
+        try:
+            import transformers
+        except ImportError as error:
+            raise DwindleError(
+                f'This checkpoint holds a Hugging Face {described["model"]}; install it with: pip install "dwindle[hf]"'
+            ) from error
+        if described["model"] not in _TOWERS:
+            raise DwindleError(f"This checkpoint names {described['model']}, which is none of {', '.join(_TOWERS)}.")
+        kind = getattr(transformers, described["model"])
+        options = {name: value for name, value in described["options"].items() if name != "model_type"}
+        return kind(kind.config_class(**options))

@@ -1,0 +1,153 @@
+"""timm's VisionTransformer family: ViT, DeiT (distilled or not), DeiT-III, AugReg, DINOv2, CLIP and SigLIP towers..."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from ..errors import DwindleError
+from .base import Backbone, Shape, linear_macs
+
+
+class TimmViT(Backbone):
+    family = "timm"
+    vit: Any  # a VisionTransformer
+
+    def __init__(self, vit: VisionTransformer) -> None:
+        super().__init__(vit)
+        self.any_size = bool(vit.dynamic_img_size)
+        for block in self.blocks:
+            if not (
+                hasattr(block, "attn") and hasattr(block, "mlp") and hasattr(getattr(block, "attn", None), "fused_attn")
+            ):
+                raise DwindleError(
+                    f"{type(vit).__name__} cannot be adapted: its {type(block).__name__} has no separate attention and "
+                    "MLP; models built from timm's plain Block can be."
+                )
+
+    @classmethod
+    def claims(cls, vit: nn.Module) -> bool:
+        return isinstance(vit, VisionTransformer)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.vit.blocks)
+
+    def attention(self, block: Any) -> nn.Module:
+        return block.attn
+
+    def mlp_in(self, block: Any) -> Any:
+        return next(m for m in block.mlp.modules() if isinstance(m, nn.Linear))
+
+    def install(self) -> None:
+        super().install()
+        for block in self.vit.blocks:
+            # The unfused path writes its own softmax, where nothing can be caught. Unwrapping deletes this again:
+            # the value the model was built with is kept beside it.
+            block.attn._fused_before, block.attn.fused_attn = block.attn.fused_attn, True
+
+    def remove(self) -> None:
+        super().remove()
+        for block in self.vit.blocks:
+            block.attn.fused_attn = block.attn.__dict__.pop("_fused_before", block.attn.fused_attn)
+
+    def embed(self, images: Tensor) -> Tensor:
+        vit = self.vit
+        return vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
+
+    def readout(self, stream_BND: Tensor) -> Tensor:
+        return self.vit.forward_head(self.vit.norm(stream_BND))
+
+    @property
+    def shape(self) -> Shape:
+        vit = self.vit
+        block, patch = vit.blocks[0], vit.patch_embed.patch_size
+        heads = [vit.head, *([vit.head_dist] if hasattr(vit, "head_dist") else [])]
+        return Shape(
+            blocks=len(vit.blocks),
+            width=vit.embed_dim,
+            heads=block.attn.num_heads,
+            head_size=block.attn.head_dim,
+            prefix=vit.num_prefix_tokens,
+            patch=tuple(patch),
+            image=tuple(vit.patch_embed.img_size),
+            channels=vit.patch_embed.proj.in_channels,
+            classes=vit.num_classes,
+            block_macs=linear_macs(block),
+            token_macs=vit.patch_embed.proj.in_channels * patch[0] * patch[1] * vit.embed_dim,
+            image_macs=sum(linear_macs(head) for head in heads),
+            reads_patches=vit.global_pool != "token",
+        )
+
+    def describe(self) -> dict[str, Any] | None:
+        """By timm's model name where there is one, else by constructor arguments; whichever gives these weights."""
+        vit = self.vit
+        size = list(vit.patch_embed.img_size)
+        named = {
+            "model": (getattr(vit, "pretrained_cfg", None) or {}).get("architecture"),
+            "options": {
+                "num_classes": vit.num_classes,
+                "img_size": size,
+                "global_pool": vit.global_pool,
+                "dynamic_img_size": vit.dynamic_img_size,
+            },
+        }
+        for described in ([named] if named["model"] else []) + [{"model": None, "options": self._options(size)}]:
+            try:
+                with torch.device("meta"):
+                    twin = self.rebuild(described)
+            except (TypeError, RuntimeError, AssertionError, ValueError, StopIteration):
+                continue
+            if _outline(twin) == _outline(vit):
+                return described
+        return None
+
+    def _options(self, size: list[int]) -> dict[str, Any]:
+        vit, block = self.vit, self.vit.blocks[0]
+        activation = next(
+            (type(m).__name__ for m in block.mlp.modules() if type(m).__module__.endswith("activation")), "GELU"
+        )
+        return {
+            "img_size": size,
+            "patch_size": list(vit.patch_embed.patch_size),
+            "in_chans": vit.patch_embed.proj.in_channels,
+            "num_classes": vit.num_classes,
+            "global_pool": vit.global_pool,
+            "embed_dim": vit.embed_dim,
+            "depth": len(vit.blocks),
+            "num_heads": block.attn.num_heads,
+            "mlp_ratio": self.mlp_in(block).out_features / vit.embed_dim,
+            "qkv_bias": block.attn.qkv.bias is not None,
+            "qk_norm": not isinstance(block.attn.q_norm, nn.Identity),
+            "init_values": 1.0 if hasattr(block, "ls1") and not isinstance(block.ls1, nn.Identity) else None,
+            "class_token": vit.cls_token is not None,
+            "no_embed_class": vit.no_embed_class,
+            "reg_tokens": vit.num_reg_tokens,
+            "pre_norm": not isinstance(vit.norm_pre, nn.Identity),
+            "fc_norm": not isinstance(vit.fc_norm, nn.Identity),
+            "pool_include_prefix": vit.pool_include_prefix,
+            "dynamic_img_size": vit.dynamic_img_size,
+            "pos_embed": "learn" if vit.pos_embed is not None else "none",
+            "norm_eps": block.norm1.eps,
+            "act_layer": activation.lower(),
+        }
+
+    @staticmethod
+    def rebuild(described: dict[str, Any]) -> nn.Module:
+        import timm
+
+        options = dict(described["options"])
+        if described["model"]:
+            return timm.create_model(described["model"], pretrained=False, **options)
+        eps = options.pop("norm_eps")
+        return VisionTransformer(**options, norm_layer=partial(nn.LayerNorm, eps=eps))
+
+
+def _outline(vit: nn.Module) -> tuple:
+    """What a rebuilt model must have in common: every weight's name and shape, and every module's kind and settings."""
+    weights = tuple((name, tuple(value.shape)) for name, value in vit.state_dict().items())
+    return weights, tuple(m.extra_repr() for m in vit.modules() if isinstance(m, nn.LayerNorm))

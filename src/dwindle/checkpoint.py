@@ -1,0 +1,235 @@
+"""Checkpoints: a folder (or Hub repository) of `config.json` and `model.safetensors`. Loading never runs code from it.
+
+The weights keep their names: those of the ViT as timm or Hugging Face call them, those of the method behind
+"method.". With `what="method"` only the latter are saved, to be put beside an untouched ViT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .backbones.base import Backbone, backbone_of
+from .errors import DwindleError, unknown
+from .methods import Method
+from .model import AdaptiveViT, adapt
+
+CONFIG, WEIGHTS, FORMAT = "config.json", "model.safetensors", 1
+
+
+def save(
+    model: AdaptiveViT,
+    folder: str | os.PathLike,
+    *,
+    what: str = "all",
+    half: bool = False,
+    extra: dict[str, Any] | None = None,
+) -> Path:
+    """Write a checkpoint folder. It appears whole or not at all, also when the process is killed.
+
+    what: 'all', or 'method' for only what the method added. half: store weights in float16.
+    extra: JSON kept in the config (data, preprocessing, results); `load` hands it back as `model.extra`.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    if folder.is_file():
+        raise DwindleError(f"{folder} is a file; a checkpoint is a folder, so give the name of a new one.")
+    if what not in ("all", "method"):
+        raise unknown("choice of what to save", what, ("all", "method"))
+    config = {
+        "format": FORMAT,
+        "library": "dwindle",
+        "backbone": {
+            "family": model.backbone.family,
+            **(model.backbone.describe() or {"model": None, "options": None}),
+        },
+        "method": {"name": type(model.method).__name__, "options": model.method.config},
+        "saved": what,
+        "extra": {**getattr(model, "extra", {}), **(extra or {})},
+    }
+    weights = {f"method.{name}": value for name, value in model.method.state_dict().items()}
+    if what == "all":
+        weights |= model.vit.state_dict()
+    weights = {name: _storable(value, half) for name, value in weights.items()}
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        save_file(weights, scratch / WEIGHTS, metadata={"format": "pt"})
+        (scratch / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        scratch.chmod(0o755)
+        _swap_in(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _swap_in(scratch: Path, folder: Path) -> None:
+    """Put `scratch` in the place of `folder`, keeping other files that lie there."""
+    if not folder.exists():
+        scratch.rename(folder)
+        return
+    for name in (WEIGHTS, CONFIG):  # the weights first: a config never stands beside weights older than itself
+        os.replace(scratch / name, folder / name)
+
+
+def _storable(value: Tensor, half: bool) -> Tensor:
+    value = value.detach().cpu()
+    if half and value.is_floating_point() and value.dim():
+        value = value.half()
+    return value.contiguous().clone()
+
+
+def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: str | None = None) -> AdaptiveViT:
+    """Read a checkpoint: a folder, the name of one that ships with Dwindle, or a Hub id. In eval mode, on the CPU.
+
+    vit: put the weights into this model instead of building one; needed where only the method was saved.
+    """
+    folder = find(source, revision)
+    config = read_config(folder)
+    backbone, method = config["backbone"], config["method"]
+    if method["name"] not in Method.registry:
+        raise unknown("method", method["name"], Method.registry, hint=f"({folder / CONFIG} was saved with it.)")
+    weights = _read_weights(folder / WEIGHTS)
+    if vit is None:
+        if config["saved"] == "method" or backbone["options"] is None:
+            raise DwindleError(
+                f"{folder} does not hold its {backbone['family']} backbone; pass the model it belongs to as vit=..."
+            )
+        families = {family.family: family for family in _families()}
+        if backbone["family"] not in families:
+            raise unknown("backbone family", backbone["family"], families)
+        vit = families[backbone["family"]].rebuild(backbone)
+    elif (family := backbone_of(vit).family) != backbone["family"]:
+        raise DwindleError(f"{folder} belongs to a {backbone['family']} model, but vit is a {family} model.")
+
+    try:
+        model = adapt(vit, Method.registry[method["name"]](**_options(method["options"])))
+    except TypeError as error:
+        raise DwindleError(
+            f"{folder / CONFIG} has settings this version's {method['name']} does not know: {error}."
+        ) from error
+    _fill(model.method, {n.removeprefix("method."): w for n, w in weights.items() if n.startswith("method.")}, folder)
+    if config["saved"] == "all":
+        _fill(model.vit, {n: w for n, w in weights.items() if not n.startswith("method.")}, folder)
+    model.extra = config.get("extra", {})  # type: ignore[assignment]
+    return model.eval()
+
+
+def shipped() -> dict[str, Path]:
+    """Checkpoints that come with the package, by name."""
+    assets = Path(str(files("dwindle"))) / "assets"
+    return {folder.name: folder for folder in sorted(assets.iterdir()) if (folder / CONFIG).is_file()}
+
+
+def find(source: str | os.PathLike, revision: str | None = None) -> Path:
+    """The folder behind a path, a shipped name or a Hub id."""
+    name = os.fspath(source)
+    if Path(name).is_dir():
+        return Path(name)
+    if name in shipped():
+        return shipped()[name]
+    if Path(name).exists():
+        raise DwindleError(f"{name} is a file; a checkpoint is a folder holding {CONFIG} and {WEIGHTS}.")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "/")):
+        raise unknown("checkpoint", name, shipped(), hint="Give a folder, a shipped name or a Hub id (owner/name).")
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[CONFIG, WEIGHTS]))
+    except Exception as error:
+        raise DwindleError(
+            f"'{name}' is no folder here and could not be fetched from the Hub ({type(error).__name__}); check the "
+            "name, the network, or give a local folder."
+        ) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise DwindleError(
+            f"{folder} holds no {CONFIG}, so it is no Dwindle checkpoint; make one with dwindle.save(model, folder)."
+        )
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise DwindleError(
+            f"{path} is not valid JSON ({error}); the checkpoint is damaged, take another copy."
+        ) from error
+    if not isinstance(config, dict) or config.get("library") != "dwindle":
+        raise DwindleError(f"{path} was not written by Dwindle; adapt the model it describes and save that.")
+    if config.get("format") != FORMAT:
+        raise DwindleError(f"{path} has format {config.get('format')}, this version reads {FORMAT}; update dwindle.")
+    return config
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise DwindleError(f"{path} is missing; a checkpoint is a folder holding {CONFIG} and {WEIGHTS}.")
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DwindleError(
+            f"{path} cannot be read ({error}): it is truncated or no safetensors file; take another copy."
+        ) from error
+
+
+def _fill(module: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+    """Strict, with the first difference named. float16 is a way of storing: the module keeps its own precision."""
+    own = module.state_dict()
+    missing, foreign = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    wrong = [n for n in own.keys() & weights.keys() if own[n].shape != weights[n].shape]
+    if missing or foreign or wrong:
+        what = (
+            f"'{missing[0]}' is missing"
+            if missing
+            else f"'{foreign[0]}' is not part of it"
+            if foreign
+            else f"'{wrong[0]}' is {tuple(weights[wrong[0]].shape)}, not {tuple(own[wrong[0]].shape)}"
+        )
+        raise DwindleError(
+            f"{folder} does not fit this {type(module).__name__}: {what}; it was saved from another model or method."
+        )
+    module.load_state_dict(weights)
+
+
+def _options(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+
+
+def _families() -> list[type[Backbone]]:
+    from .backbones import hf, timm  # noqa: F401  (they register themselves)
+
+    return Backbone.families
+
+
+def load_vit_weights(vit: nn.Module, path: str | os.PathLike) -> nn.Module:
+    """Plain ViT weights from .safetensors, or from a legacy .pth without running code from it."""
+    path = Path(path)
+    if path.suffix == ".safetensors":
+        weights = _read_weights(path)
+    else:
+        if not path.is_file():
+            raise DwindleError(f"{path} does not exist; give a .safetensors or .pth file of weights.")
+        try:
+            weights = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise DwindleError(
+                f"{path} cannot be read as plain weights ({type(error).__name__}); convert it to safetensors."
+            ) from error
+        weights = weights.get("model", weights.get("state_dict", weights))
+    _fill(vit, weights, path)
+    return vit

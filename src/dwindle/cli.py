@@ -1,0 +1,299 @@
+"""The command line. Every command ends with one line of JSON on stdout; what people read goes before it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .errors import DwindleError, unknown
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Make a vision transformer stop computing tokens that are done. Start with [bold]dwindle demo[/bold].",
+)
+console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
+
+Checkpoint = Annotated[str, typer.Argument(help="A checkpoint folder, a shipped name, or a Hub id.")]
+Data = Annotated[
+    str, typer.Option(help="cifar100, imagenet, places365, a folder of class folders or parquet files, or a Hub id.")
+]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; by itself a GPU where there is one.")]
+
+
+def main() -> None:
+    """Errors a user can mend are one sentence on stderr and exit code 2."""
+    try:
+        app()
+    except DwindleError as error:
+        aside.print(f"[red]dwindle:[/red] {_plain(str(error))}", soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        aside.print("dwindle: stopped.")
+        sys.exit(130)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def _finish(result: dict[str, Any]) -> None:
+    print(json.dumps(result), flush=True)
+
+
+def _table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("image", "label", "name", "paper") else "right")
+    for row in rows:
+        table.add_row(*[_plain(str(cell)) for cell in row])
+    console.print(table)
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=aside,
+        transient=True,
+    )
+
+
+def _device(given: str | None) -> str:
+    import torch
+
+    if given is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if given.split(":")[0] not in ("cpu", "cuda"):
+        raise unknown("device", given, ["cpu", "cuda"])
+    if given.startswith("cuda") and not torch.cuda.is_available():
+        raise DwindleError("--device cuda: this machine has no CUDA GPU that torch can use; take --device cpu.")
+    return given
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from . import __version__
+
+        print(f"dwindle {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("dwindle-demo"), device: Device = None
+) -> None:
+    """Classify the shipped photographs with the shipped model and draw where the compute went."""
+    from .demo import demo as run
+
+    result = run(out, _device(device))
+    _table(
+        f"{result['model']} on {len(result['images'])} photographs",
+        ["image", "label", "confidence", "mean depth", "GMACs", "of static"],
+        [
+            [
+                i["image"],
+                i["label"],
+                f"{i['confidence']:.0%}",
+                i["depth"],
+                i["gmacs"],
+                f"{i['gmacs'] / result['gmacs_static']:.0%}",
+            ]
+            for i in result["images"]
+        ],
+    )
+    console.print(
+        f"{result['gmacs']} GMACs per image against {result['gmacs_static']} static; {result['speedup']}x faster than "
+        f"static on this machine (batch of {len(result['images'])}). Figures in {out}/"
+    )
+    _finish(result)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe: aht_cifar100, avit_cifar100, ...")],
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Folder for checkpoint, metrics and the state to resume from.")],
+    eval_data: Annotated[str | None, typer.Option(help="Evaluate on this data instead of --data's test split.")] = None,
+    set: Annotated[
+        list[str] | None, typer.Option(help="Change a setting: epochs=20, method.budget=0.5. Repeatable.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a stopped run was.")] = False,
+    limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
+    device: Device = None,
+) -> None:
+    """Train a recipe. A killed run loses at most the current epoch: give the same command with --resume."""
+    from .train.loop import Run
+    from .train.recipe import changed, find_recipe
+
+    settings = changed(find_recipe(recipe)(), set or [])
+    run = Run(settings, data, out, eval_data=eval_data, device=_device(device), resume=resume, limit=limit)
+    with _progress() as bar:
+        task = bar.add_task("training", total=settings.epochs * run.steps_per_epoch, completed=run.step)
+
+        def tick(step: int, steps: int, terms: dict[str, Any]) -> None:
+            description = f"epoch {run.epoch + 1}/{settings.epochs}"
+            if step % 20 == 0:  # reading a number off the GPU waits for it
+                description += f"  loss {float(terms['total']):.3f}  cost {float(terms['cost']):.2f}"
+                bar.update(task, description=description)
+            bar.update(task, completed=step)
+
+        for numbers in run.epochs(tick):
+            shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k in ("total", "cost", "top1", "gmacs"))
+            aside.print(f"epoch {int(numbers['epoch'])}  {shown}")
+    _finish({"out": str(out), **(run.history[-1] if run.history else {})})
+
+
+@app.command(name="eval")
+def evaluate(
+    checkpoint: Checkpoint,
+    data: Data,
+    layout: Annotated[str, typer.Option(help="packed (halted tokens are not computed) or masked.")] = "packed",
+    threshold: Annotated[float | None, typer.Option(help="Turn the halting threshold: higher costs more.")] = None,
+    batch: Annotated[int, typer.Option(help="Images at a time.")] = 64,
+    limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
+    workers: Annotated[int, typer.Option(help="Processes that load images.")] = 2,
+    device: Device = None,
+) -> None:
+    """Accuracy, cost and speed of a checkpoint on a data set."""
+    from .checkpoint import load
+    from .images import preprocess_of
+    from .methods.base import require
+    from .tokens import LAYOUTS
+    from .train.batches import loader
+    from .train.data import check_labels, open_data
+    from .train.data import limit as first
+    from .train.evaluate import evaluate as measure
+
+    if layout not in LAYOUTS:
+        raise unknown("layout", layout, LAYOUTS)
+    require(batch >= 1, f"--batch {batch}", "it must be at least 1")
+    require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
+    model = load(checkpoint)
+    if threshold is not None:
+        _turn_threshold(model, threshold)
+    images = open_data(data, "test")
+    images = first(images, limit) if limit else images
+    check_labels(images.labels, model.backbone.shape.classes)
+    images.transform = preprocess_of(model).eval_transform()
+    with _progress() as bar:
+        task = bar.add_task("evaluating", total=len(images))
+        batches = loader(images, batch, workers=workers)
+        result = measure(model, batches, layout=layout, device=_device(device), progress=lambda n: bar.advance(task, n))
+    _table(f"{checkpoint} on {data} ({layout})", list(result), [list(result.values())])
+    _finish(result)
+
+
+def _turn_threshold(model: Any, threshold: float) -> None:
+    from .methods.base import require
+
+    require(threshold > 0, f"--threshold {threshold}", "a token halts when its scores reach it, so it must be above 0")
+    require(
+        hasattr(model.method, "threshold"),
+        f"--threshold {threshold}",
+        f"{type(model.method).__name__} has no threshold",
+    )
+    model.method.threshold = threshold
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Argument(help="A timm model name (random weights, AHT), or a checkpoint.")],
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
+    fraction: Annotated[
+        str, typer.Option(help="Shares of token-blocks computed, by forced random exit depths.")
+    ] = "1.0,0.67,0.52",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    seconds: Annotated[float, typer.Option(help="Time for each row.")] = 4.0,
+    device: Device = None,
+) -> None:
+    """Time static against adaptive, turn about in one process."""
+    from .bench import DTYPES, model_to_bench
+    from .bench import bench as time_it
+
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    batches, fractions = _numbers("--batch", batch, int), _numbers("--fraction", fraction, float)
+    with _progress() as bar:
+        task = bar.add_task("timing", total=len(batches) * len(fractions))
+        result = time_it(
+            model_to_bench(model),
+            batches,
+            fractions,
+            _device(device),
+            dtype,
+            seconds,
+            progress=lambda row: bar.advance(task),
+        )
+    columns = ["batch", "fraction", "static_ms", "adaptive_ms", "speedup", "spread"]
+    _table(f"{model} on {result['device']}, {dtype}", columns, [[row[c] for c in columns] for row in result["rows"]])
+    _finish(result)
+
+
+def _numbers(option: str, text: str, kind: Any) -> list[Any]:
+    try:
+        values = [kind(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) <= 0:
+        example = "1,8,32" if kind is int else "1.0,0.52"
+        raise DwindleError(f"{option} {text}: expected numbers above 0, separated by commas, such as {example}.")
+    return values
+
+
+@app.command()
+def view(
+    checkpoint: Checkpoint,
+    images: Annotated[list[Path], typer.Argument(help="Image files.")],
+    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("dwindle-view"),
+    threshold: Annotated[float | None, typer.Option(help="Turn the halting threshold: higher costs more.")] = None,
+    device: Device = None,
+) -> None:
+    """Draw for each image which patches were computed how far, the plan beside the execution, and the exits."""
+    from .checkpoint import load
+    from .demo import look
+
+    model = load(checkpoint)
+    if threshold is not None:
+        _turn_threshold(model, threshold)
+    result = look(model, images, out, _device(device))
+    columns = ["image", "label", "confidence", "depth", "gmacs"]
+    _table(checkpoint, columns, [[row[c] for c in columns] for row in result["images"]])
+    _finish(result)
+
+
+@app.command()
+def methods() -> None:
+    """List the methods and their settings."""
+    import inspect
+
+    from .methods import Method
+
+    rows: list[dict[str, Any]] = []
+    for name, kind in sorted(Method.registry.items()):
+        settings = {n: p.default for n, p in inspect.signature(kind).parameters.items()}
+        rows.append({"name": name, "paper": kind.paper, "about": inspect.getdoc(kind), "settings": settings})
+    for row in rows:
+        console.print(f"[bold]{row['name']}[/bold]  {_plain(row['paper'])}\n  {_plain(row['about'])}")
+        console.print("  " + _plain(", ".join(f"{n}={v}" for n, v in row["settings"].items())) + "\n", style="dim")
+    _finish({"methods": rows})

@@ -1,0 +1,63 @@
+"""Multiply-accumulates from a backbone's shape and a trace, planners and gates counted in.
+
+One closed form for bench, report and budget. As the papers count: linear layers, patch embedding, head, and the two
+products of attention; norms, activations and softmax are left out. The papers' "FLOPs" are these MACs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .backbones.base import Shape
+from .errors import DwindleError
+from .trace import Trace
+
+if TYPE_CHECKING:
+    from .methods.base import Method
+
+
+def block_macs(shape: Shape, tokens: Tensor) -> Tensor:
+    """One block on images with that many live tokens: linear in the tokens, and q k^T and a v quadratic."""
+    tokens = tokens.to(torch.float64)
+    return tokens * shape.block_macs + 2 * tokens**2 * shape.heads * shape.head_size
+
+
+def fixed_macs(shape: Shape, image: tuple[int, int] | None = None) -> float:
+    """Patch embedding and head of one image."""
+    rows, columns = shape.grid(image)
+    return rows * columns * shape.token_macs + shape.image_macs
+
+
+def static_macs(shape: Shape, image: tuple[int, int] | None = None) -> float:
+    """One image with nothing halted and no method."""
+    tokens = torch.tensor(float(shape.tokens(image)))
+    return fixed_macs(shape, image) + shape.blocks * block_macs(shape, tokens).item()
+
+
+def trace_macs(shape: Shape, trace: Trace, method: Method | None = None) -> Tensor:
+    """(B,) what each image of the trace cost."""
+    counts = trace.counts.to(torch.float64)  # (L, B)
+    total = block_macs(shape, counts).sum(0)
+    if method is not None:
+        total = total + torch.stack([method.macs(n, depth) for depth, n in enumerate(counts)]).sum(0)
+    return total + trace.grid[0] * trace.grid[1] * shape.token_macs + shape.image_macs
+
+
+def budget_share(budget: float | str, shape: Shape) -> float:
+    """A budget as a share of the static cost. 0.67 is a share; '3.1G' are GMACs."""
+    try:
+        if isinstance(budget, str):
+            share = float(budget.upper().removesuffix("GMACS").removesuffix("G")) * 1e9 / static_macs(shape)
+        else:
+            share = float(budget)
+    except ValueError:
+        share = float("nan")
+    if not 0 < share <= 1:
+        raise DwindleError(
+            f"budget = {budget!r} is neither a share of the static cost in (0, 1], such as 0.67, nor GMACs up to "
+            f"{static_macs(shape) / 1e9:.2f}, such as '{static_macs(shape) / 2e9:.2f}G'."
+        )
+    return share

@@ -1,0 +1,86 @@
+"""Image files in, labels, costs and figures out: what `dwindle demo` and `dwindle view` do."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .bench import milliseconds
+from .checkpoint import load
+from .errors import DwindleError
+from .images import load_image, preprocess_of
+from .model import AdaptiveViT
+
+DEMO = "aht_deit_tiny_imagenet"
+
+
+@torch.inference_mode()
+def look(model: AdaptiveViT, paths: Sequence[Path], out: Path, device: str = "cpu") -> dict[str, Any]:
+    """Classify image files and draw what happened in the model."""
+    from .view import draw
+
+    if out.is_file():
+        raise DwindleError(f"{out} is a file; --out is a folder for the figures.")
+    photos = [load_image(path) for path in paths]
+    preprocess = preprocess_of(model)
+    batch = torch.stack([preprocess.eval_transform()(photo) for photo in photos]).to(device)
+    result = model.eval().to(device)(batch)
+    confidence, best = result.logits.softmax(-1).max(-1)
+    names = class_names(model)
+    macs = model.macs(result.trace) / 1e9
+    images = [
+        {
+            "image": path.name,
+            "label": names[best[i]] if names else int(best[i]),
+            "confidence": round(confidence[i].item(), 4),
+            "depth": round(result.trace.mean_depth[i].item(), 2),
+            "gmacs": round(macs[i].item(), 3),
+        }
+        for i, path in enumerate(paths)
+    ]
+    titles = [
+        f"{i['label']} ({i['confidence']:.0%}), {i['gmacs']:.2f} of {model.static_macs() / 1e9:.2f} GMACs"
+        for i in images
+    ]
+    crops = [preprocess.seen(photo) for photo in photos]
+    figures = draw(crops, result.trace, out, [path.stem for path in paths], titles)
+    return {
+        "images": images,
+        "gmacs": round(macs.mean().item(), 4),
+        "gmacs_static": round(model.static_macs() / 1e9, 4),
+        "figures": [str(figure) for figure in figures],
+    }
+
+
+@torch.inference_mode()
+def demo(out: Path, device: str = "cpu") -> dict[str, Any]:
+    """The shipped model on the shipped photographs, timed against itself with nothing halted."""
+    model = load(DEMO)
+    photos = sorted(Path(str(files("dwindle"))).joinpath("assets", "photos").glob("*.jpg"))
+    result = look(model, photos, out, device)
+    transform = preprocess_of(model).eval_transform()
+    batch = torch.stack([transform(load_image(photo)) for photo in photos]).to(device)
+    static, adaptive = milliseconds([lambda: model.vit(batch), lambda: model(batch)], 6.0, batch.device)
+    return {
+        "model": DEMO,
+        **result,
+        "static_ms": round(statistics.median(static), 2),
+        "adaptive_ms": round(statistics.median(adaptive), 2),
+        "speedup": round(statistics.median(s / a for s, a in zip(static, adaptive)), 2),
+    }
+
+
+def class_names(model: AdaptiveViT) -> list[str] | None:
+    """What the checkpoint says its classes are called; ImageNet's own names for a head of 1000."""
+    names = getattr(model, "extra", {}).get("classes")
+    if names is None and model.backbone.shape.classes == 1000:
+        from timm.data import ImageNetInfo
+
+        info = ImageNetInfo()
+        names = [info.index_to_description(i).split(",")[0] for i in range(1000)]
+    return names

@@ -1,0 +1,294 @@
+"""AHT-ViT: Adaptive Halting Transformer with Planned Depth Execution. Equation numbers are the paper's.
+
+What the paper leaves open is an argument here. Trained as printed it collapses to one depth for all tokens, so the
+defaults ground it; `AHT.as_printed()` is the paper. docs/methods/aht.md says what each choice is for, and measures it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..backbones.base import Shape
+from ..cost import budget_share
+from ..errors import unknown
+from ..tokens import Tokens
+from ..trace import Trace
+from .base import Method, Verdict, halting_distribution, halting_kl, normalised_gaussian, require, wide
+
+PRESETS: dict[str, dict[str, float]] = {  # Table 2, as printed, and the share of the cost that Table 3 reports for it
+    "high_accuracy": {"lambda_p": 1e-3, "lambda_t": 1.0, "budget": 0.83},
+    "balanced": {"lambda_p": 5e-2, "lambda_t": 0.5, "budget": 0.67},
+    "high_efficiency": {"lambda_p": 1e-2, "lambda_t": 0.2, "budget": 0.52},
+}
+PRINTED: dict[str, Any] = {
+    "gamma": 5.0,
+    "beta": -10.0,
+    "budget": None,
+    "follow": 0.0,
+    "straight_through": False,
+    "detach": False,
+    "plan_leads": False,
+    "p_actual": "act",
+    "lambda_i": 0.0,
+    "ramp": 0.0,
+}
+
+
+class Planner(nn.Module):
+    """Two-layer ReLU MLP on a token's features and the mean over the live tokens of its image: one number per token."""
+
+    def __init__(self, shape: Shape, hidden: int) -> None:
+        super().__init__()
+        # W [token, mean] + b, split in two: the mean's half is computed once per image.
+        self.token = nn.Linear(shape.width, hidden)
+        self.context = nn.Linear(shape.width, hidden, bias=False)
+        self.out = nn.Linear(hidden, 1)
+        self.mean: Tensor
+        self.deviation: Tensor
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("deviation", torch.ones(()))
+
+    def forward(self, tokens: Tokens, x: Tensor) -> Tensor:
+        hidden = self.token(x) + tokens.per_image(self.context(tokens.image_mean(x)))
+        return wide(self.out(torch.relu(hidden))[..., 0])
+
+    def standing(self, tokens: Tokens, x: Tensor) -> Tensor:
+        """Where a token stands among all tokens of all images, with mean 0 and deviation 1: the least stop first.
+
+        Standardised as in batch norm, by the batch while training and by the running moments after: plans cannot
+        collapse to one depth whatever the losses push, and an image is judged without looking at its batch.
+        """
+        score = self(tokens, x)
+        if not self.training:
+            return (score - self.mean) / self.deviation
+        mean, deviation = _moments(score, tokens.counted & ~tokens.is_prefix)
+        with torch.no_grad():
+            self.mean = self.mean.lerp(mean.to(self.mean.dtype), 0.05)
+            self.deviation = self.deviation.lerp(deviation.to(self.mean.dtype), 0.05)
+        return (score - mean) / deviation
+
+
+def _moments(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    weight = counted.to(values.dtype)
+    total = weight.sum().clamp_min(1)
+    mean = (weight * values).sum() / total
+    return mean, ((weight * (values - mean) ** 2).sum() / total + 1e-6).sqrt()
+
+
+class AHT(Method):
+    """Planners predict a depth per token, a supervisor of two scalars executes it, a KL term ties them together."""
+
+    paper = "AHT-ViT: Adaptive Halting Transformer with Planned Depth Execution"
+
+    def __init__(
+        self,
+        stages: tuple[int, ...] = (3, 6, 9),
+        threshold: float = 1.0,
+        budget: float | str | None = 0.67,
+        lambda_p: float = 5e-2,
+        lambda_t: float = 0.05,
+        lambda_i: float = 0.2,
+        sigma: float = 1.0,
+        neuron: int = 0,
+        gamma: float = 1.0,
+        beta: float = 0.0,
+        hidden: int | None = None,
+        follow: float = 3.0,
+        softness: float = 0.1,
+        straight_through: bool = True,
+        detach: bool = True,
+        plan_leads: bool = True,
+        p_actual: str = "hazard",
+        ponder: str = "expected",
+        halted_plans: str = "skip",
+        halt_class: bool = False,
+        ramp: float = 0.3,
+    ) -> None:
+        """
+        stages: planners sit after these blocks. hidden: width of their hidden layer; None: a quarter of the model's.
+        threshold: T; a token halts when its scores add up to T. Turn it after training to trade cost for accuracy.
+        budget: the share of the static cost (0.67), or GMACs ('3.1G'), that training holds. Plans then are relative: a
+            token that stands below the bar stops at the stage, one above it goes to the end, and the bar moves.
+            None: plans are free depths, as printed, and only lambda_p decides what they cost.
+        lambda_p, lambda_t: weights of the ponder cost (Eq. 1) and of the target-depth term (Eq. 2).
+        lambda_i: weight of the importance term, used with a teacher: planners foretell where its class token looks.
+        sigma: width of the planned distribution (Eq. 3).
+        neuron, gamma, beta: h = sigmoid(gamma * f + beta), f that neuron after the MLP's first linear layer.
+        follow: the plan joins the supervisor's feature, f + follow * (l - plan); 0 is the paper, where plans are
+            only a training target. softness: how far about the bar a plan passes from stop to go.
+        straight_through: the task loss reaches scores and planners through the hard decision.
+        detach: the halting terms train the borrowed neuron and the planners, not the backbone under them.
+        plan_leads: the KL moves the supervisor towards the plan, not the plan towards the supervisor.
+        p_actual: the distribution behind the scores, 'act' (scores, then a remainder) or 'hazard'.
+        ponder: a form of Eq. 1 with a gradient, 'expected' (mean depth under p_actual) or 'remainder' (N + r).
+        halted_plans: tokens halted before a stage are left out of its KL ('skip') or planned at 0 ('zero', Listing 1).
+        halt_class: the class token and other prefix tokens may halt too.
+        ramp: share of the training over which budget and loss weights are brought in.
+        """
+        super().__init__()
+        require(
+            threshold > 0, f"threshold = {threshold}", "a token halts when its scores reach it, so it must be above 0"
+        )
+        require(sigma > 0, f"sigma = {sigma}", "a width must be above 0")
+        for name, given, known in (
+            ("p_actual", p_actual, ("act", "hazard")),
+            ("ponder", ponder, ("expected", "remainder")),
+            ("halted_plans", halted_plans, ("skip", "zero")),
+        ):
+            if given not in known:
+                raise unknown(f"reading of {name}", given, known)
+        self.stages = tuple(sorted({int(stage) for stage in stages}))
+        self.threshold, self.budget, self.sigma = float(threshold), budget, sigma
+        self.lambda_p, self.lambda_t, self.lambda_i = lambda_p, lambda_t, lambda_i
+        self.neuron, self.hidden, self.follow, self.softness = neuron, hidden, follow, softness
+        self.straight_through, self.detach, self.plan_leads = straight_through, detach, plan_leads
+        self.p_actual, self.ponder, self.halted_plans, self.halt_class = p_actual, ponder, halted_plans, halt_class
+        self.ramp = ramp
+        self.gamma = nn.Parameter(torch.tensor(float(gamma)))
+        self.beta = nn.Parameter(torch.tensor(float(beta)))
+        self.planners = nn.ModuleDict()
+        self.bar: Tensor
+        self.register_buffer("bar", torch.tensor(-2.0))  # nearly everyone stands above it
+
+    @classmethod
+    def preset(cls, name: str, **options: Any) -> AHT:
+        """Table 2's configurations: high_accuracy, balanced, high_efficiency."""
+        if name not in PRESETS:
+            raise unknown("preset", name, PRESETS)
+        return cls(**{**PRESETS[name], **options})
+
+    @classmethod
+    def as_printed(cls, preset: str = "balanced", **options: Any) -> AHT:
+        """Equations 1-3 and nothing else: plans are a training target only, and every gradient flows everywhere."""
+        return cls.preset(preset, **{**PRINTED, **options})
+
+    def bind(self, shape: Shape) -> None:
+        super().bind(shape)
+        require(
+            bool(self.stages) and self.stages[0] >= 1 and self.stages[-1] <= shape.blocks - 1,
+            f"stages = {self.stages}",
+            f"planners sit after blocks 1..{shape.blocks - 1} of this backbone",
+        )
+        if self.budget is None:
+            self.dial = ("threshold", 0.0, float(shape.blocks))
+        else:
+            budget_share(self.budget, shape)
+            self.dial = ("bar", 4.0, -4.0)
+        self.hidden = self.hidden or max(shape.width // 4, 1)
+        for stage in self.stages:
+            self.planners[str(stage)] = Planner(shape, self.hidden)
+
+    def start(self, tokens: Tokens) -> Tokens:
+        tokens.tapped, tokens.tap_detached = self.neuron, self.detach
+        zero = torch.zeros_like(wide(tokens.x[..., 0]))
+        tokens.notes["cumulative"] = zero
+        tokens.notes["plan"] = zero + self.shape.blocks  # until a planner has spoken, everyone goes to the end
+        if self.straight_through and self.training:
+            tokens.notes["survival"] = zero + 1
+        return tokens
+
+    def step(self, depth: int, tokens: Tokens) -> Verdict:
+        layer = depth + 1
+        record = self._plan(layer, tokens) if layer in self.stages else {}
+        assert tokens.tap is not None
+        feature = wide(tokens.tap) + self.follow * (layer - tokens.notes["plan"])
+        score = record["score"] = torch.sigmoid(self.gamma * feature + self.beta)  # section 3.3
+        tokens.notes["cumulative"] = tokens.notes["cumulative"] + score
+        keep = tokens.notes["cumulative"] < self.threshold
+        if not self.halt_class:
+            keep = keep | tokens.is_prefix
+        keep = tokens.decide(depth, keep)
+        return Verdict(keep, gate=self._gate(tokens, score, keep), record=record)
+
+    def _plan(self, layer: int, tokens: Tokens) -> dict[str, Tensor]:
+        """Depths in [1, L], noted on the tokens."""
+        planner, blocks = self.planners[str(layer)], self.shape.blocks
+        x = tokens.x.detach() if self.detach else tokens.x
+        if self.budget is None:
+            plan = 1 + (blocks - 1) * torch.sigmoid(planner(tokens, x))
+            record = {"plan": plan}
+        else:
+            standing = planner.standing(tokens, x)  # type: ignore[operator]
+            plan = layer + (blocks - layer) * torch.sigmoid((standing - self.bar) / self.softness)
+            record = {"plan": plan, "standing": standing}
+        tokens.notes["plan"] = plan
+        return record
+
+    def _gate(self, tokens: Tokens, score: Tensor, keep: Tensor) -> Tensor | None:
+        """Hard in value, with the gradient of the token's chance to come this far, prod (1 - h)."""
+        if "survival" not in tokens.notes:
+            return None
+        survival = tokens.notes["survival"] = tokens.notes["survival"] * (1 - score)
+        return torch.where(tokens.is_prefix & (not self.halt_class), 1.0, keep + (survival - survival.detach()))
+
+    def losses(self, trace: Trace, teacher: Trace | None = None) -> dict[str, Tensor]:
+        first = 0 if self.halt_class else trace.prefix  # the tokens that may halt
+        actual = halting_distribution(trace.scores[..., first:], trace.live[..., first:], self.p_actual)
+        layers = torch.arange(1, trace.blocks + 1, device=actual.device, dtype=actual.dtype)[:, None, None]
+        if self.ponder == "expected":
+            ponder = (layers * actual).sum(0).mean()
+        else:  # A-ViT's Eq. 8: the remainder carries the gradient
+            exits = trace.depth[:, first:]
+            ponder = (exits + (actual * (layers == exits)).sum(0)).mean()
+        divergences = []
+        for plan in trace.plans.values():
+            plan = plan[:, first:].detach() if self.plan_leads else plan[:, first:]
+            silent = plan.isnan()
+            divergence = halting_kl(
+                actual, normalised_gaussian(plan.nan_to_num(0.0), trace.blocks, self.sigma)
+            )  # Eq. 2-3
+            if self.halted_plans == "skip":
+                divergence = divergence.masked_fill(silent, 0.0).sum() / (~silent).sum().clamp_min(1)
+            divergences.append(divergence.mean())
+        terms = {"ponder": ponder, "target_depth": torch.stack(divergences).mean()}
+        if (
+            self.lambda_i
+            and self.budget is not None
+            and teacher is not None
+            and any("attention" in v for v in teacher.values)
+        ):
+            terms["importance"] = self._importance(trace, teacher)
+        return terms
+
+    def _importance(self, trace: Trace, teacher: Trace) -> Tensor:
+        """Squared distance of the standings to the teacher's class-token attention in the last third of its blocks.
+
+        The attention a token will get late says more of what the task needs than what it gets at the stage itself.
+        """
+        late = teacher.stack("attention")[-max(1, trace.blocks // 3) :].mean(0)[:, trace.prefix :].clamp_min(1e-6).log()
+        wanted = (late - late.mean()) / late.std().clamp_min(1e-6)
+        distances = []
+        for where, values in zip(trace.lives, trace.values):
+            if "standing" in values:
+                live = where.sheet()[:, trace.prefix :]
+                distance = (where.sheet(values["standing"])[:, trace.prefix :] - wanted) ** 2
+                distances.append((distance * live).sum() / live.sum().clamp_min(1))
+        return torch.stack(distances).mean()
+
+    @property
+    def brought_in(self) -> float:
+        """0 to 1 over the ramp."""
+        return min(1.0, self.progress / self.ramp) if self.ramp else 1.0
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        ramped = {"ponder": self.lambda_p * self.brought_in, "target_depth": self.lambda_t * self.brought_in}
+        return ramped | {"importance": self.lambda_i}
+
+    def observe(self, cost: Tensor) -> None:
+        """Integral control: the bar rises while the batch costs more than the budget, and falls when it costs less."""
+        if self.budget is None:
+            return
+        goal = 1 + (budget_share(self.budget, self.shape) - 1) * self.brought_in
+        # A new tensor: the batch's loss still holds the old one for its backward pass.
+        self.bar = (self.bar + 0.5 * (cost - goal)).clamp(-4.0, 4.0)
+
+    def macs(self, tokens: Tensor, depth: int) -> Tensor:
+        if depth + 1 not in self.stages:
+            return tokens  # gamma * f
+        assert self.hidden is not None
+        width, hidden = self.shape.width, self.hidden
+        return tokens * (width * hidden + hidden + 1) + (tokens > 0) * width * hidden

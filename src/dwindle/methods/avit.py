@@ -1,0 +1,100 @@
+"""A-ViT: Adaptive Tokens for Efficient Vision Transformer (Yin et al., 2022). Equation numbers are the paper's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..backbones.base import Shape
+from ..tokens import Tokens
+from ..trace import Trace
+from .base import Method, Verdict, halting_kl, normalised_gaussian, require, wide
+
+
+class AViT(Method):
+    """One neuron of every block's output says how much of a token's work is done; at 1 - eps the token stops.
+
+    The token that is read becomes the mean of its states, weighted by its halting probabilities (Eq. 9).
+    """
+
+    paper = "A-ViT: Adaptive Tokens for Efficient Vision Transformer, 2022"
+
+    def __init__(
+        self,
+        gamma: float = 5.0,
+        beta: float = -10.0,
+        eps: float = 0.01,
+        target_depth: float = 8.0,
+        sigma: float = 1.0,
+        neuron: int = 0,
+        alpha_p: float = 5e-4,
+        alpha_d: float = 0.1,
+        halt_class: bool = True,
+        threshold: float | None = None,
+    ) -> None:
+        """
+        gamma, beta: scale and shift of the borrowed neuron, trained and shared by all layers (Eq. 5).
+        eps: a token stops when its scores reach 1 - eps (Eq. 4). `threshold` puts another value in place of 1 - eps.
+        target_depth, sigma: centre and width of the distributional prior (Eq. 12).
+        alpha_p, alpha_d: weights of the ponder loss and of the prior (Eq. 14).
+        halt_class: the class token halts like the others, as in the paper; False keeps it to the end.
+        """
+        super().__init__()
+        require(0 < eps < 1, f"eps = {eps}", "it must lie between 0 and 1")
+        require(
+            threshold is None or threshold > 0,
+            f"threshold = {threshold}",
+            "a token stops when its scores reach it, so it must be above 0",
+        )
+        require(sigma > 0, f"sigma = {sigma}", "a width must be above 0")
+        self.gamma = nn.Parameter(torch.tensor(float(gamma)))
+        self.beta = nn.Parameter(torch.tensor(float(beta)))
+        self.eps, self.target_depth, self.sigma, self.neuron = eps, target_depth, sigma, neuron
+        self.alpha_p, self.alpha_d, self.halt_class = alpha_p, alpha_d, halt_class
+        self.threshold = 1 - eps if threshold is None else threshold
+
+    def bind(self, shape: Shape) -> None:
+        super().bind(shape)
+        require(
+            1 <= self.target_depth <= shape.blocks,
+            f"target_depth = {self.target_depth}",
+            f"this backbone has blocks 1..{shape.blocks}",
+        )
+        self.dial = ("threshold", 0.0, float(shape.blocks))
+        require(0 <= self.neuron < shape.width, f"neuron = {self.neuron}", f"the blocks' output has {shape.width}")
+
+    def start(self, tokens: Tokens) -> Tokens:
+        tokens.notes["cumulative"] = torch.zeros_like(wide(tokens.x[..., 0]))
+        return tokens
+
+    def step(self, depth: int, tokens: Tokens) -> Verdict:
+        last = depth + 1 == self.shape.blocks
+        feature = wide(tokens.x[..., self.neuron])
+        score = torch.ones_like(feature) if last else torch.sigmoid(self.gamma * feature + self.beta)  # Eq. 5
+        before = tokens.notes["cumulative"]
+        cumulative = tokens.notes["cumulative"] = before + score
+        keep = cumulative < self.threshold  # Eq. 4
+        if not self.halt_class:
+            keep = keep | tokens.is_prefix
+        keep = tokens.decide(depth, keep) & (not last)
+        remainder = (1 - before).clamp_min(0)  # Eq. 6
+        probability = torch.where(keep, score, remainder)  # Eq. 7
+        return Verdict(keep, weight=probability.to(tokens.x.dtype), record={"score": score, "remainder": remainder})
+
+    def losses(self, trace: Trace, teacher: Trace | None = None) -> dict[str, Tensor]:
+        exits = trace.depth
+        at_exit = torch.arange(1, trace.blocks + 1, device=exits.device)[:, None, None] == exits
+        remainder = (trace.stack("remainder") * at_exit).sum(0)
+        ponder = (exits + remainder).mean()  # Eq. 8
+        # Eq. 11: scores of halted tokens are 0. Both sides are made distributions before they are compared (Eq. 12).
+        halting = trace.scores.mean((1, 2))
+        halting = halting / halting.sum()
+        target = normalised_gaussian(halting.new_tensor(self.target_depth), trace.blocks, self.sigma)
+        return {"ponder": ponder, "prior": halting_kl(halting, target)}
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        return {"ponder": self.alpha_p, "prior": self.alpha_d}  # Eq. 14
+
+    def macs(self, tokens: Tensor, depth: int) -> Tensor:
+        return tokens  # gamma * f, once per token

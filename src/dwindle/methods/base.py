@@ -1,0 +1,123 @@
+"""Method and Verdict: how a paper's idea tells the loop which tokens go on.
+
+A method is one file in this folder. It is found by itself; nothing else needs an edit.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..backbones.base import Shape
+from ..errors import DwindleError
+from ..tokens import Tokens
+from ..trace import Trace
+
+
+@dataclass
+class Verdict:
+    """What a method says after a block, all on rows."""
+
+    keep: Tensor  # bool: who goes on
+    weight: Tensor | None = None  # share of this block's output in the token's result; None: the last state counts
+    gate: Tensor | None = None  # keep as 1 and 0, with the gradient of the soft decision behind it
+    record: dict[str, Tensor] = field(default_factory=dict)  # values for the trace
+
+
+class Method(nn.Module):
+    """Constructor arguments are the configuration and are kept under their own names. Parameters and buffers are the
+    only tensors here: values per token travel in `tokens.notes`."""
+
+    registry: ClassVar[dict[str, type[Method]]] = {}
+    paper: ClassVar[str] = ""
+    dial: tuple[str, float, float] | None = None  # attribute that sets the cost after training: name, cheapest, dearest
+    progress: float = 1.0  # share of the training done; the training loop sets it, ramps read it
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.registry[cls.__name__] = cls
+
+    def bind(self, shape: Shape) -> None:
+        """Called once by `adapt`, when the backbone is known: check settings against it, build what depends on it."""
+        self.shape = shape
+
+    def start(self, tokens: Tokens) -> Tokens:
+        """Before the first block: lay down notes."""
+        return tokens
+
+    def step(self, depth: int, tokens: Tokens) -> Verdict:
+        """After block `depth` (from 0)."""
+        raise NotImplementedError
+
+    def losses(self, trace: Trace, teacher: Trace | None = None) -> dict[str, Tensor]:
+        """The method's own loss terms, unweighted. `teacher` is the trace of `Static(attention=True)` on the batch."""
+        return {}
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """total = task + sum of weight * term."""
+        return {}
+
+    def observe(self, cost: Tensor) -> None:
+        """After each training batch, with its cost as a share of the static model's: hold a budget."""
+
+    def macs(self, tokens: Tensor, depth: int) -> Tensor:
+        """Multiply-accumulates the method itself adds after block `depth`, for images with that many live tokens."""
+        return torch.zeros_like(tokens)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Constructor arguments as they stand now, as JSON."""
+        return {name: _plain(getattr(self, name)) for name in inspect.signature(type(self)).parameters}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.config.items())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return round(value.item(), 7)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least float32: scores are added up and compared, which half precision is too coarse for."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def require(condition: bool, given: str, expected: str) -> None:
+    """A setting out of range, in one sentence."""
+    if not condition:
+        raise DwindleError(f"{given}: {expected}.")
+
+
+def normalised_gaussian(centre: Tensor, blocks: int, sigma: float) -> Tensor:
+    """AHT-ViT Eq. 3: P(l) proportional to exp(-(l - centre)^2 / (2 sigma^2)) over l = 1..L, on a new first axis."""
+    layers = torch.arange(1, blocks + 1, device=centre.device, dtype=centre.dtype)
+    layers = layers.view(-1, *[1] * centre.dim())
+    return torch.softmax(-((layers - centre) ** 2) / (2 * sigma**2), dim=0)
+
+
+def halting_distribution(scores: Tensor, live: Tensor, kind: str = "act") -> Tensor:
+    """(L, B, N) scores h of live tokens -> (L, B, N) probability that a token halts exactly at l; sums to 1 over l.
+
+    'act' (A-ViT Eq. 6-7): p_l = h_l below the exit N, and the remainder 1 - sum h at N.
+    'hazard': h_l is the chance to halt at l for who came so far, p_l = h_l prod_{j<l} (1 - h_j), what is left at N.
+    """
+    live_f = live.to(scores.dtype)
+    last = live_f - torch.cat([live_f[1:], torch.zeros_like(live_f[:1])])  # 1 at the exit layer
+    if kind == "act":
+        before = scores.cumsum(0) - scores
+        return torch.where(last > 0, (1 - before).clamp_min(0), scores * live_f)
+    stay = torch.cat([torch.ones_like(scores[:1]), (1 - scores * live_f)[:-1].cumprod(0)])
+    return torch.where(last > 0, stay, scores * stay * live_f)
+
+
+def halting_kl(actual: Tensor, target: Tensor) -> Tensor:
+    """KL(actual || target) over the first axis."""
+    tiny = 1e-8
+    return (actual * ((actual + tiny).log() - (target + tiny).log())).sum(0)

@@ -1,0 +1,27 @@
+"""Nothing halts: the wrapped model itself, for baselines trained and measured by the same loop."""
+
+from __future__ import annotations
+
+import torch
+
+from ..tokens import Tokens
+from .base import Method, Verdict
+
+
+class Static(Method):
+    """Every token runs through every block. As a teacher it can note what the class token looked at."""
+
+    paper = "the wrapped model itself"
+
+    def __init__(self, attention: bool = False) -> None:
+        """attention: record, for every block, the share of the class token's attention each token got."""
+        super().__init__()
+        self.attention = attention
+
+    def start(self, tokens: Tokens) -> Tokens:
+        tokens.watching = self.attention
+        return tokens
+
+    def step(self, depth: int, tokens: Tokens) -> Verdict:
+        keep = tokens.decide(depth, torch.ones_like(tokens.place, dtype=torch.bool))
+        return Verdict(keep, record={} if tokens.attention is None else {"attention": tokens.attention})

@@ -1,0 +1,149 @@
+"""AdaptiveViT, the one loop; adapt(), the one verb. The whole forward path is here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .backbones import Backbone, backbone_of
+from .cost import static_macs, trace_macs
+from .errors import DwindleError, unknown
+from .methods import Method
+from .tokens import LAYOUTS, Tokens
+from .trace import Trace
+
+
+@dataclass
+class Output:
+    logits: Tensor  # (B, classes)
+    trace: Trace
+    features: Tensor  # (B, N, D): every token, at the depth where it stopped
+
+
+class AdaptiveViT(nn.Module):
+    """A vision transformer (`vit`, its weights and keys untouched) and the method that says which tokens go on."""
+
+    def __init__(self, vit: nn.Module, method: Method) -> None:
+        super().__init__()
+        self.backbone: Backbone = backbone_of(vit)
+        method.bind(self.backbone.shape)
+        self.vit = vit
+        self.method = method
+        self.layout: str | None = None  # None: masked while training, packed in eval
+        self.backbone.install()
+
+    def forward(self, images: Tensor, layout: str | None = None, depths: Tensor | None = None) -> Output:
+        """`depths` (B, N) forces who stops when: scores are still computed, only the outcome is replaced."""
+        layout = layout or self.layout or ("masked" if self.training else "packed")
+        if layout not in LAYOUTS:
+            raise unknown("layout", layout, LAYOUTS)
+        self._check(images)
+        shape = self.backbone.shape
+
+        tokens: Tokens = LAYOUTS[layout].start(self.backbone.embed(images), shape.prefix)
+        if depths is not None:
+            tokens.notes["forced"] = depths.to(images.device).reshape(tokens.x.shape[:-1])
+        trace = Trace(tokens.shape, shape.prefix, shape.grid((images.shape[-2], images.shape[-1])), shape.blocks)
+
+        tokens = self.method.start(tokens)
+        for depth, block in enumerate(self.backbone.blocks):
+            tokens = self.backbone.run(block, tokens)  # only attention looks at neighbours
+            verdict = self.method.step(depth, tokens)
+            tokens.add_final(verdict.weight)
+            trace.record(tokens, verdict.record)
+            tokens = tokens.advance(verdict.keep, verdict.gate)  # masked: gate; packed: shorter list
+            if tokens.empty:
+                break
+        features = tokens.stream()
+        logits = self.backbone.readout(features)
+        self._check_logits(logits, images)
+        return Output(logits, trace, features)
+
+    def loss(
+        self,
+        out: Output,
+        labels: Tensor,
+        teacher: Output | None = None,
+        *,
+        label_weight: float = 1.0,
+        teacher_weight: float = 1.0,
+        temperature: float = 1.0,
+        label_smoothing: float = 0.0,
+    ) -> dict[str, Tensor]:
+        """The task's cross-entropy, the method's terms, and their weighted sum under "total".
+
+        teacher: what a static model said of the batch; adds "distill", KL(teacher || student), and grounds methods
+        that ask for it. While training, the method also learns what the batch cost, to hold a budget.
+        """
+        self._check_labels(labels, out.logits.shape[-1])
+        terms = {"task": F.cross_entropy(out.logits, labels, label_smoothing=label_smoothing)}
+        weights: dict[str, Any] = {"task": label_weight}
+        if teacher is not None:
+            said, wanted = (F.log_softmax(logits.float() / temperature, -1) for logits in (out.logits, teacher.logits))
+            terms["distill"] = F.kl_div(said, wanted, reduction="batchmean", log_target=True) * temperature**2
+            weights["distill"] = teacher_weight
+        terms |= self.method.losses(out.trace, None if teacher is None else teacher.trace)
+        weights |= self.method.loss_weights
+        terms["total"] = torch.stack([weights[name] * term for name, term in terms.items()]).sum()
+        if self.training:
+            self.method.observe((self.macs(out.trace).mean() / self.static_macs(out.trace)).float())
+        return terms
+
+    def _check_labels(self, labels: Tensor, classes: int) -> None:
+        # On a GPU this look would cost a synchronisation; there the data was checked when it was opened.
+        if labels.is_cuda or labels.is_floating_point() or 0 <= int(labels.min()) <= int(labels.max()) < classes:
+            return
+        raise DwindleError(
+            f"Labels run from {int(labels.min())} to {int(labels.max())}, but the model has {classes} classes (0 to "
+            f"{classes - 1}); give it a head that fits the data (num_classes=...)."
+        )
+
+    @torch.no_grad()
+    def macs(self, trace: Trace) -> Tensor:
+        """(B,) multiply-accumulates of each image."""
+        return trace_macs(self.backbone.shape, trace, self.method)
+
+    def static_macs(self, trace: Trace | None = None) -> float:
+        """The same image with nothing halted."""
+        shape = self.backbone.shape
+        image = None if trace is None else (trace.grid[0] * shape.patch[0], trace.grid[1] * shape.patch[1])
+        return static_macs(shape, image)
+
+    def unwrap(self) -> nn.Module:
+        """The wrapped model, as it was before `adapt` (its weights as trained since)."""
+        self.backbone.remove()
+        return self.vit
+
+    def _check(self, images: Tensor) -> None:
+        shape = self.backbone.shape
+        sized = images.dim() == 4 and images.shape[1] == shape.channels
+        if self.backbone.any_size:
+            sized = sized and all(side >= patch for side, patch in zip(images.shape[-2:], shape.patch))
+        else:
+            sized = sized and tuple(images.shape[-2:]) == shape.image
+        if not sized or not images.is_floating_point():
+            size = "any height and width" if self.backbone.any_size else f"{shape.image[0]} x {shape.image[1]}"
+            raise DwindleError(
+                f"Images of shape {tuple(images.shape)} and type {images.dtype} do not fit this model; it takes floats "
+                f"(batch, {shape.channels}, {size}); resize the images or build the model with img_size=..."
+            )
+
+    def _check_logits(self, logits: Tensor, images: Tensor) -> None:
+        """NaN in an image reaches its logits, where looking for it is cheap."""
+        if torch.compiler.is_compiling() or (self.training and logits.is_cuda) or logits.isfinite().all():
+            return  # on a GPU in training this look would cost a synchronisation; there the loss says it
+        if not images.isfinite().all():
+            raise DwindleError("The images hold NaN or infinite values; check how they were loaded and normalised.")
+
+
+def adapt(vit: nn.Module, method: Method) -> AdaptiveViT:
+    """Make a vision transformer adaptive: `adapt(timm.create_model("deit_small_patch16_224"), AHT())`."""
+    if isinstance(vit, AdaptiveViT):
+        raise DwindleError("This model is adaptive already; unwrap() it first to adapt it with another method.")
+    if not isinstance(method, Method):
+        raise DwindleError(f"{method!r} is no method; pass an instance such as AHT() (see `dwindle methods`).")
+    return AdaptiveViT(vit, method)

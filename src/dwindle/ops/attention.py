@@ -1,0 +1,111 @@
+"""Attention among the live tokens of each image, in every layout. `attend_ref` is the definition.
+
+Shapes: B images, N tokens, T live rows of all images one after the other, H heads, E head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attend_ref(q: Tensor, k: Tensor, v: Tensor, gate_BN: Tensor, scale: float | None = None) -> Tensor:
+    """softmax over the keys that count: out_i = sum_j g_j e_ij v_j / sum_j g_j e_ij, with e_ij = exp(q_i . k_j).
+
+    A gate of 0 removes a key, 1 keeps it. An image with no key at all gives 0.
+    """
+    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    gate = gate_BN[:, None, None, :].to(scores.dtype)
+    scores = scores - scores.masked_fill(gate == 0, -torch.inf).amax(-1, keepdim=True).clamp_min(-1e30)
+    weights = torch.where(gate == 0, 0.0, scores.exp()) * gate
+    return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny) @ v
+
+
+def attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, live_BN: Tensor, *, dropout_p: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """Every row (B, H, N, E) attends to the live rows of its image."""
+    # An image with nobody left would be a softmax over nothing, NaN also in the backward pass. Its rows are thrown
+    # away by the caller, so it may as well attend to everything.
+    mask = live_BN | ~live_BN.any(-1, keepdim=True)
+    return F.scaled_dot_product_attention(q, k, v, mask[:, None, None, :], dropout_p=dropout_p, scale=scale)
+
+
+def attend_gated(
+    q: Tensor, k: Tensor, v: Tensor, gate_BN: Tensor, *, dropout_p: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """`attend_ref` with a gradient for the gates, and no (N, N) matrix in memory.
+
+    Attention is linear in the values: with values (g v, g) one fused call returns the numerator and the denominator
+    of the definition, both divided by the same softmax sum. A gate of 0 still receives its gradient, so a token that
+    was put out can learn to come back.
+    """
+    gate = gate_BN[:, None, :, None].to(v.dtype)
+    # Fused kernels want a head size that is a multiple of 8: the gate comes as eight equal columns.
+    columns = gate.expand(*v.shape[:-1], 8)
+    out = F.scaled_dot_product_attention(q, k, torch.cat([v * gate, columns], -1), dropout_p=dropout_p, scale=scale)
+    return out[..., :-8] / out[..., -1:].clamp_min(torch.finfo(torch.float16).tiny)
+
+
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, dropout_p: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """Rows (1, H, T, E), `lengths[i]` of them for image i: each image attends within itself.
+
+    Images of one length go through one call. Else, on a CPU, each has its own; on a GPU all go through one padded
+    call, since there a call costs more than the padding.
+    """
+    sizes = [n for n in lengths if n]
+    if not sizes:
+        return v
+    if len(set(sizes)) == 1:
+        q, k, v = (rows[0].unflatten(1, (len(sizes), sizes[0])).transpose(0, 1) for rows in (q, k, v))  # (B, H, n, E)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, scale=scale)
+        return out.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+    if q.is_cuda:
+        return _attend_padded(q, k, v, sizes, dropout_p=dropout_p, scale=scale)
+    images = zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2))
+    outs = [F.scaled_dot_product_attention(*image, None, dropout_p, scale=scale).transpose(1, 2) for image in images]
+    return torch.cat(outs, 1).transpose(1, 2)
+
+
+def looked_at(q: Tensor, k: Tensor, gate_BN: Tensor, prefix: int, scale: float | None = None) -> Tensor:
+    """(B, N): the share of attention each token gets, mean over heads, from the class token; from all where none is."""
+    queries = q[:, :, :1] if prefix else q
+    scores = queries @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    weights = scores.float().masked_fill(~gate_BN[:, None, None, :], -torch.inf).softmax(-1).nan_to_num(0.0)
+    if not prefix:
+        weights = weights.where(gate_BN[:, None, :, None], 0.0) / gate_BN.sum(-1)[:, None, None, None].clamp_min(1)
+    return weights.sum(2).mean(1)
+
+
+def looked_at_packed(q: Tensor, k: Tensor, lengths: Sequence[int], prefix: int, scale: float | None = None) -> Tensor:
+    """(T,): `looked_at`, image by image."""
+    parts = zip(q.split(list(lengths), 2), k.split(list(lengths), 2))
+    return torch.cat(
+        [
+            looked_at(q_i, k_i, q_i.new_ones(1, q_i.shape[2], dtype=torch.bool), prefix, scale)[0]
+            for q_i, k_i in parts
+            if q_i.shape[2]
+        ]
+    )
+
+
+def _attend_padded(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, dropout_p: float, scale: float | None
+) -> Tensor:
+    sizes = torch.tensor(lengths, device=q.device)
+    real = torch.arange(max(lengths), device=q.device) < sizes[:, None]  # (B, longest)
+    slot = real.flatten().nonzero()[:, 0]  # where each row of the pack sits in the padded batch
+
+    def pad(rows: Tensor) -> Tensor:
+        padded = rows.new_zeros(real.numel(), rows.shape[1], rows.shape[-1])
+        return padded.index_copy(0, slot, rows[0].transpose(0, 1)).unflatten(0, real.shape).transpose(1, 2)
+
+    out = F.scaled_dot_product_attention(
+        pad(q), pad(k), pad(v), real[:, None, None, :], dropout_p=dropout_p, scale=scale
+    )
+    return out.transpose(1, 2).flatten(0, 1)[slot].transpose(0, 1)[None]

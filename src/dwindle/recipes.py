@@ -1,0 +1,79 @@
+"""One function per experiment. Its docstring is the exact command, the hardware and the number to expect.
+
+DATA stands for a folder with the data sets and DeiT's weights, as docs/data.md lays them out.
+"""
+
+from .train.recipe import Recipe
+
+
+def aht_deit_tiny_imagenet() -> Recipe:
+    """The checkpoint that ships: DeiT-T made adaptive with 1,000 unlabelled ImageNet images and itself as teacher.
+
+    dwindle train aht_deit_tiny_imagenet --data DATA/imagenet_samples --eval-data DATA/imagenet_val \\
+        --set weights=DATA/deit_tiny_patch16_224/model.safetensors --out runs/aht_deit_tiny_imagenet
+    """
+    return Recipe(
+        model="deit_tiny_patch16_224",
+        method="AHT",
+        method_options={"budget": 0.67},
+        epochs=300,
+        batch=200,
+        lr=5e-5,
+        teacher="static",
+        label_weight=0.0,
+        min_scale=0.35,
+        augment=None,
+        eval_every=25,
+    )
+
+
+def aht_cifar100() -> Recipe:
+    """AHT-ViT on DeiT-T, CIFAR-100 at 224, by the paper's optimiser.
+
+    dwindle train aht_cifar100 --data DATA/cifar100 --out runs/aht_cifar100 \\
+        --set weights=DATA/deit_tiny_patch16_224/model.safetensors
+    """
+    return Recipe(model="deit_tiny_patch16_224", method_options={"budget": 0.67}, min_scale=0.5)
+
+
+def avit_cifar100() -> Recipe:
+    """A-ViT under the same conditions.
+
+    dwindle train avit_cifar100 --data DATA/cifar100 --out runs/avit_cifar100 \\
+        --set weights=DATA/deit_tiny_patch16_224/model.safetensors
+    """
+    return Recipe(model="deit_tiny_patch16_224", method="AViT", min_scale=0.5)
+
+
+def static_cifar100() -> Recipe:
+    """The backbone alone, under the same conditions: what the others are measured against.
+
+    dwindle train static_cifar100 --data DATA/cifar100 --out runs/static_cifar100 \\
+        --set weights=DATA/deit_tiny_patch16_224/model.safetensors
+    """
+    return Recipe(model="deit_tiny_patch16_224", method="Static", min_scale=0.5)
+
+
+def aht_deit_small() -> Recipe:
+    """The paper's own setting: DeiT-S on ImageNet-1K, 50 epochs (not run by us: it needs the whole data set).
+
+    dwindle train aht_deit_small --data imagenet --out runs/aht_deit_small
+    """
+    return Recipe()
+
+
+def tiny_test() -> Recipe:
+    """A few seconds on a CPU, on any folder of images: does everything run here?
+
+    dwindle train tiny_test --data FOLDER --out runs/tiny
+    """
+    return Recipe(
+        model="vit_tiny_patch16_224",
+        weights=None,
+        image_size=32,
+        epochs=2,
+        batch=8,
+        workers=0,
+        method_options={"budget": 0.7},
+        warmup_epochs=0.0,
+    )

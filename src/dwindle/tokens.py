@@ -1,0 +1,257 @@
+"""The residual stream of a batch, and who is still live in it.
+
+B images, N tokens per image, T live tokens of all images, D width. A method sees *rows*: (B, N, .) in the masked
+layout, (T, .) in the packed one. It works on the last axis and asks the tokens for anything that crosses rows, so the
+same method code drives both layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .ops.attention import attend_gated, attend_masked, attend_packed, looked_at, looked_at_packed
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which tokens some rows stand for. Turns values on rows into a (B, N) sheet."""
+
+    shape: tuple[int, int]  # B, N
+    live_BN: Tensor | None = None  # masked: rows are (B, N), these count
+    home_T: Tensor | None = None  # packed: row t is token home[t] of the B * N
+
+    def sheet(self, rows: Tensor | None = None, fill: float = 0.0) -> Tensor:
+        """(B, N) with the rows' values, `fill` for everyone else. Without values: True for those who stand here."""
+        if self.home_T is None:
+            assert self.live_BN is not None
+            return self.live_BN if rows is None else torch.where(self.live_BN, rows, torch.full_like(rows, fill))
+        if rows is None:
+            rows = torch.ones_like(self.home_T, dtype=torch.bool)
+        flat = rows.new_full((self.shape[0] * self.shape[1],), fill)
+        return flat.index_copy(0, self.home_T, rows).view(self.shape)
+
+
+@dataclass
+class Tokens:
+    """What the layouts share. `notes` are a method's values per row; they travel, and stop, with their rows."""
+
+    x: Tensor  # rows, D
+    shape: tuple[int, int]  # B, N
+    prefix: int  # class, distillation and register tokens come first in every image
+    notes: dict[str, Tensor] = field(default_factory=dict)
+    tapped: int | None = None  # a method asked for this neuron after the first linear layer of the MLP
+    tap_detached: bool = False  # its gradient shall train the neuron's own weights and stop there
+    tap: Tensor | None = None  # that neuron in the block just run, on rows
+    watching: bool = False  # a method asked for `attention`
+    attention: Tensor | None = None  # share of the class token's attention each row got in the block just run
+
+    def update(self, block: Callable[[Tensor], Tensor]) -> Tokens:
+        """Run a block on the live rows."""
+        raise NotImplementedError
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Attention of the live rows among those of the same image."""
+        raise NotImplementedError
+
+    def catch_neuron(self, layer: Any, x: Tensor, out: Tensor) -> Tensor:
+        """The neuron a method asked for, of a linear layer that made `out` from `x`."""
+        index = self.tapped
+        assert index is not None
+        if not (self.tap_detached and torch.is_grad_enabled()):
+            return out[..., index].clone()  # a view would keep the whole hidden layer in memory
+        bias = None if layer.bias is None else layer.bias[index : index + 1]
+        return F.linear(x.detach(), layer.weight[index : index + 1], bias)[..., 0]
+
+    def per_image(self, values_B: Tensor) -> Tensor:
+        """Values of the images, handed to their rows."""
+        raise NotImplementedError
+
+    def image_mean(self, rows: Tensor) -> Tensor:
+        """(B, D): mean over the live tokens of each image; 0 for an image with none."""
+        raise NotImplementedError
+
+    def advance(self, keep: Tensor, gate: Tensor | None = None) -> Tokens:
+        """Only rows with `keep` go on."""
+        raise NotImplementedError
+
+    def stream(self) -> Tensor:
+        """(B, N, D): for every token the value it stopped with."""
+        raise NotImplementedError
+
+    @property
+    def where(self) -> Where:
+        raise NotImplementedError
+
+    @property
+    def place(self) -> Tensor:
+        """Index of each row's token in its image."""
+        raise NotImplementedError
+
+    @property
+    def empty(self) -> bool:
+        """Nobody in the whole batch is live. The masked layout computes every row anyway and never asks."""
+        return False
+
+    @property
+    def counted(self) -> Tensor:
+        """Which rows are live: all of a pack."""
+        return torch.ones_like(self.place, dtype=torch.bool)
+
+    @property
+    def is_prefix(self) -> Tensor:
+        return self.place < self.prefix
+
+    def decide(self, depth: int, keep: Tensor) -> Tensor:
+        """The outcome of a decision: the method's own, or the depth forced on the token (bench, tests)."""
+        forced = self.notes.get("forced")
+        return keep if forced is None else forced > depth + 1
+
+    @property
+    def value(self) -> Tensor:
+        """What is read of a row if it stops now: its state, or the mean over states a method asked for."""
+        return self.notes.get("final", self.x)
+
+    def add_final(self, weight: Tensor | None) -> None:
+        """final += weight * x, for methods whose result is a mean over depths."""
+        if weight is not None:
+            step = weight[..., None] * self.x
+            self.notes["final"] = self.notes["final"] + step if "final" in self.notes else step
+
+
+@dataclass
+class Masked(Tokens):
+    """All rows (B, N, D) are computed; halted ones keep their value and are nobody's keys. Differentiable."""
+
+    live: Tensor = None  # type: ignore[assignment]  # (B, N) bool
+    gate: Tensor | None = None  # (B, N): 1 for live, 0 for halted, with the gradient of a soft decision
+
+    @staticmethod
+    def start(x_BND: Tensor, prefix: int) -> Masked:
+        shape = (x_BND.shape[0], x_BND.shape[1])
+        return Masked(x_BND, shape, prefix, live=torch.ones(shape, dtype=torch.bool, device=x_BND.device))
+
+    def update(self, block: Callable[[Tensor], Tensor]) -> Masked:
+        new = block(self.x)
+        if self.gate is None:
+            x = torch.where(self.live[..., None], new, self.x)
+        else:
+            x = self.x + self.gate[..., None].to(new.dtype) * (new - self.x)
+        return replace(self, x=x)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        if self.watching:
+            self.attention = looked_at(q.detach(), k.detach(), self.live, self.prefix, options.get("scale"))
+        if self.gate is not None:
+            return attend_gated(q, k, v, self.gate, **options)
+        return attend_masked(q, k, v, self.live, **options)
+
+    def per_image(self, values_B: Tensor) -> Tensor:
+        return values_B[:, None].expand(-1, self.shape[1], *values_B.shape[1:])
+
+    def image_mean(self, rows: Tensor) -> Tensor:
+        live = self.live[..., None].to(rows.dtype)
+        return (rows * live).sum(1) / live.sum(1).clamp_min(1)
+
+    def add_final(self, weight: Tensor | None) -> None:
+        super().add_final(None if weight is None else torch.where(self.live, weight, 0.0))
+
+    def advance(self, keep: Tensor, gate: Tensor | None = None) -> Masked:
+        if gate is not None and self.gate is not None:
+            gate = gate * self.gate
+        return replace(self, live=self.live & keep, gate=self.gate if gate is None else gate, tap=None, attention=None)
+
+    def stream(self) -> Tensor:
+        return self.value
+
+    @property
+    def counted(self) -> Tensor:
+        return self.live
+
+    @property
+    def where(self) -> Where:
+        return Where(self.shape, live_BN=self.live)
+
+    @property
+    def place(self) -> Tensor:
+        return torch.arange(self.shape[1], device=self.x.device).expand(self.shape)
+
+
+@dataclass
+class Packed(Tokens):
+    """Only live rows exist: (T, D), image after image. A row is moved once, when it stops."""
+
+    home: Tensor = None  # type: ignore[assignment]  # (T,) position b * N + n of each row, ascending
+    lengths: list[int] = field(default_factory=list)  # live rows of each image
+    stopped: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (home, value) of those who left
+
+    @staticmethod
+    def start(x_BND: Tensor, prefix: int) -> Packed:
+        images, count, _ = x_BND.shape
+        home = torch.arange(images * count, device=x_BND.device)
+        return Packed(x_BND.flatten(0, 1), (images, count), prefix, home=home, lengths=[count] * images)
+
+    def update(self, block: Callable[[Tensor], Tensor]) -> Packed:
+        return replace(self, x=block(self.x[None])[0])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        if self.watching:
+            self.attention = looked_at_packed(q.detach(), k.detach(), self.lengths, self.prefix, options.get("scale"))
+        return attend_packed(q, k, v, self.lengths, **options)
+
+    @property
+    def empty(self) -> bool:
+        return not len(self.x)
+
+    @property
+    def image(self) -> Tensor:
+        """Index of each row's image."""
+        return self.home // self.shape[1]
+
+    def per_image(self, values_B: Tensor) -> Tensor:
+        return values_B[self.image]
+
+    def image_mean(self, rows: Tensor) -> Tensor:
+        sums = rows.new_zeros(self.shape[0], rows.shape[-1]).index_add(0, self.image, rows)
+        return sums / rows.new_tensor(self.lengths).clamp_min(1)[:, None]
+
+    def advance(self, keep: Tensor, gate: Tensor | None = None) -> Packed:
+        if bool(keep.all()):
+            return replace(self, tap=None, attention=None)
+        going, leaving = keep.nonzero()[:, 0], (~keep).nonzero()[:, 0]
+        home = self.home[going]
+        lengths = torch.bincount(home // self.shape[1], minlength=self.shape[0]).tolist()
+        left = (self.home[leaving], self.value[leaving])
+        notes = {name: note[going] for name, note in self.notes.items()}
+        return replace(
+            self,
+            x=self.x[going],
+            notes=notes,
+            home=home,
+            lengths=lengths,
+            stopped=[*self.stopped, left],
+            tap=None,
+            attention=None,
+        )
+
+    def stream(self) -> Tensor:
+        homes, values = zip(*self.stopped, (self.home, self.value))
+        images, count = self.shape
+        flat = self.x.new_zeros(images * count, self.x.shape[-1]).index_copy(0, torch.cat(homes), torch.cat(values))
+        return flat.view(images, count, -1)
+
+    @property
+    def where(self) -> Where:
+        return Where(self.shape, home_T=self.home)
+
+    @property
+    def place(self) -> Tensor:
+        return self.home % self.shape[1]
+
+
+LAYOUTS: dict[str, type[Masked] | type[Packed]] = {"masked": Masked, "packed": Packed}

@@ -1,0 +1,79 @@
+"""Trace: what happened at each block. Losses, cost, figures and the demo read this and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .tokens import Tokens, Where
+
+
+@dataclass
+class Trace:
+    """Filled by the loop: for each block who was live in it, and the values the method wrote down there."""
+
+    shape: tuple[int, int]  # B, N
+    prefix: int
+    grid: tuple[int, int]  # rows and columns of patches
+    blocks: int
+    lives: list[Where] = field(default_factory=list)
+    values: list[dict[str, Tensor]] = field(default_factory=list)
+    threshold: float | None = None
+
+    def record(self, tokens: Tokens, values: dict[str, Tensor]) -> None:
+        self.lives.append(tokens.where)
+        self.values.append(values)
+
+    @cached_property
+    def live(self) -> Tensor:
+        """(L, B, N) bool: which tokens block l computed."""
+        return self._stack([where.sheet() for where in self.lives], False)
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """(B, N) int, 1..L: the block after which each token stopped."""
+        return self.live.sum(0)
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """(L, B): tokens of each image that block l computed."""
+        return self.live.sum(-1)
+
+    def stack(self, name: str, fill: float = 0.0) -> Tensor:
+        """(L, B, N): what the method wrote under `name` at every block; `fill` where a token was not live."""
+        if not any(name in values for values in self.values):
+            raise KeyError(f"this trace holds no '{name}'; it holds {sorted({k for v in self.values for k in v})}")
+        empty = torch.full(self.shape, fill, device=self.live.device)
+        pairs = zip(self.lives, self.values)
+        return self._stack([w.sheet(v[name], fill) if name in v else empty for w, v in pairs], fill)
+
+    def _stack(self, sheets: list[Tensor], fill: float) -> Tensor:
+        """One sheet per block, also for those that found nobody left to compute."""
+        return torch.stack([*sheets, *[torch.full_like(sheets[0], fill)] * (self.blocks - len(sheets))])
+
+    @property
+    def scores(self) -> Tensor:
+        """(L, B, N) halting scores h, 0 where a token was not live."""
+        return self.stack("score")
+
+    @cached_property
+    def plans(self) -> dict[int, Tensor]:
+        """{stage: (B, N) planned depth}, NaN for tokens that had halted before that stage."""
+        return {
+            block: where.sheet(values["plan"], torch.nan)
+            for block, (where, values) in enumerate(zip(self.lives, self.values), 1)
+            if "plan" in values
+        }
+
+    @property
+    def patches(self) -> Tensor:
+        """(B, rows, columns): depth of the image's patches, for maps."""
+        return self.depth[:, self.prefix :].unflatten(1, self.grid)
+
+    @property
+    def mean_depth(self) -> Tensor:
+        """(B,) mean over the tokens of each image."""
+        return self.depth.float().mean(-1)

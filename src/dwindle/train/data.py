@@ -1,0 +1,294 @@
+"""Labelled images, found by name. images.py decodes and transforms them, batches.py serves them in batches."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch.utils.data import Dataset
+
+from ..errors import DwindleError, unknown
+from ..images import Transform, load_image
+
+KNOWN = ("cifar100", "imagenet", "places365")
+EVALUATION = ("validation", "val", "test")  # synonyms, in the order they are tried: "test" often has no labels
+SPLITS = ("train", *EVALUATION)
+LABELS = ("fine_label", "label", "labels")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+FORMS = "Expected class folders (folder/class_a/*.jpg, or folder/train/class_a/*.jpg) or Hugging Face parquet files."
+
+
+Source = Callable[[int], Image.Image]  # decodes row i; worker processes can copy it
+
+
+def _from_file(folder: Path, paths: np.ndarray, i: int) -> Image.Image:
+    return load_image(folder / os.fsdecode(paths[i]))
+
+
+def _from_array(pixels: np.ndarray, i: int) -> Image.Image:
+    return Image.fromarray(pixels[i])  # pixels: (n, H, W, 3) uint8
+
+
+def _from_hub(rows: Any, column: str, name: str, i: int) -> Image.Image:
+    return _from_cell(rows[i][column], f"in row {i} of '{name}'")
+
+
+def _from_cell(cell: dict | None, what: str) -> Image.Image:
+    if not cell or not (cell["bytes"] or cell["path"]):
+        raise DwindleError(f"There is no image {what}. Remove that row.")
+    return load_image(cell["bytes"] or cell["path"], what)
+
+
+class _Parquet:
+    """Rows of parquet shards; a row group is read when first touched, and kept as arrow buffers."""
+
+    def __init__(self, files: list[Path], column: str):
+        metas = [(path, _parquet_file(path).metadata) for path in files]
+        self.groups = [(path, g) for path, meta in metas for g in range(meta.num_row_groups)]
+        self.starts = np.cumsum([0, *(m.row_group(g).num_rows for _, m in metas for g in range(m.num_row_groups))])
+        self.column = column
+        self.loaded: dict[int, Any] = {}
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "loaded": {}}  # a spawned worker reads its own rows rather than unpickling them all
+
+    def _group(self, g: int) -> Any:
+        if g not in self.loaded:
+            path, part = self.groups[g]
+            with _reading(path):
+                table = _parquet_file(path).read_row_group(part, columns=[self.column], use_threads=False)
+            self.loaded[g] = table.column(self.column)
+        return self.loaded[g]
+
+    def warm(self, rows: np.ndarray) -> None:
+        for g in np.unique(np.searchsorted(self.starts, rows, side="right") - 1):
+            self._group(int(g))
+
+    def __call__(self, i: int) -> Image.Image:
+        g = int(np.searchsorted(self.starts, i, side="right")) - 1
+        cell = self._group(g)[i - int(self.starts[g])].as_py()
+        return _from_cell(cell, f"in row {i} ('{self.groups[g][0]}')")
+
+
+class Images(Dataset):
+    """A map-style data set: `images[i]` is (RGB image or `transform` of it, label)."""
+
+    def __init__(self, name: str, source: Source, labels: np.ndarray, classes: list[str] | None = None):
+        self.name, self.source, self.classes = name, source, classes
+        self.labels = np.asarray(labels, dtype=np.int64)
+        self.num_classes = len(classes) if classes else int(self.labels.max(initial=-1)) + 1
+        self.transform: Transform | None = None
+        self.rows = np.arange(len(self.labels))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def image(self, i: int) -> Image.Image:
+        """The decoded image, before `transform`."""
+        return self.source(int(self.rows[i]))
+
+    def __getitem__(self, i: int) -> tuple[Any, int]:
+        image = self.image(i)
+        return (self.transform(image) if self.transform else image), int(self.labels[i])
+
+    def warm(self) -> None:
+        """Read what threads and forked workers can then share."""
+        if isinstance(self.source, _Parquet):
+            self.source.warm(self.rows)
+
+    def select(self, indices: np.ndarray) -> Images:
+        """A view on some of the images; classes stay those of the whole."""
+        part = copy.copy(self)
+        part.rows, part.labels = self.rows[indices], self.labels[indices]
+        return part
+
+
+def limit(images: Images, n: int, seed: int | None = None) -> Images:
+    """The first n images, or n drawn at random with `seed`; all of them when there are fewer."""
+    if n < 1:
+        raise DwindleError(f"Cannot limit '{images.name}' to {n} images. Give a positive number.")
+    order = np.arange(len(images)) if seed is None else np.random.default_rng(seed).permutation(len(images))
+    return images.select(order[:n])
+
+
+def check_labels(labels: Any, num_classes: int) -> None:
+    """Refuse labels that a head of `num_classes` outputs cannot have."""
+    labels = np.asarray(labels)
+    low, high = int(labels.min(initial=0)), int(labels.max(initial=0))
+    if low < 0:
+        raise DwindleError(f"The data holds label {low}; labels start at 0. Use a split that is labelled.")
+    if high >= num_classes:
+        raise DwindleError(
+            f"The highest label in the data is {high}, but the head has {num_classes} classes. "
+            f"Use a model with at least {high + 1} classes, or data whose labels the head covers."
+        )
+
+
+def open_data(name: str, split: str = "train", root: str | None = None) -> Images:
+    """Open a known name, a folder, or a Hub id. Names are looked for under `root`, $DWINDLE_DATA or ./data."""
+    given = Path(name).expanduser()
+    base = Path(root or os.environ.get("DWINDLE_DATA") or "data").expanduser()
+    places = [base / given, given] if name in KNOWN else [given, base / given]
+    if name == "cifar100":
+        places.insert(1, base / "cifar-100-python")  # where torchvision puts it when told to download into `base`
+    folder = next((p for p in places if p.exists()), None)
+    if folder is not None:
+        return _open_folder(folder, split, name)
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        return _open_hub(name, split)
+    looked = "Looked at " + ", ".join(f"'{p}'" for p in dict.fromkeys(places))
+    point = f"{looked}. Set DWINDLE_DATA to the folder that holds it, or pass the folder itself."
+    if name in KNOWN or given.name != name:
+        raise DwindleError(f"Data set '{name}' was not found. {point}")
+    raise unknown("data set", name, KNOWN, point)
+
+
+def _open_folder(folder: Path, split: str, name: str) -> Images:
+    if not folder.is_dir():
+        raise DwindleError(f"'{folder}' is a file, not a folder. {FORMS}")
+    for at in (folder, folder / "cifar-100-python"):
+        if at.name == "cifar-100-python" and at.is_dir():
+            return _open_cifar(at.parent, split, name)
+    for at in (folder, folder / "data"):
+        if shards := sorted(p for p in at.glob("*.parquet") if not p.name.startswith(".")):
+            return _open_parquet(shards, split, name)
+    return _open_classes(folder, split, name)
+
+
+def _pick(split: str, there: list[str], name: str) -> str:
+    """The split asked for, or for an evaluation word whichever of its synonyms exists."""
+    for word in (split, *(EVALUATION if split in EVALUATION else ())):
+        if word in there:
+            return word
+    raise DwindleError(f"'{name}' has no split '{split}'. It has: {', '.join(there)}. Ask for one of these.")
+
+
+def _open_cifar(root: Path, split: str, name: str) -> Images:
+    from torchvision.datasets import CIFAR100  # verifies checksums before it unpickles
+
+    train = _pick(split, ["train", "test"], name) == "train"
+    try:
+        data = CIFAR100(str(root), train=train)
+    except RuntimeError as error:
+        raise DwindleError(f"CIFAR-100 in '{root}' is incomplete or altered. Download it again.") from error
+    return Images(name, partial(_from_array, data.data), np.array(data.targets), list(data.classes))
+
+
+def _subfolders(folder: Path) -> list[str]:
+    return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
+
+
+def _open_classes(folder: Path, split: str, name: str) -> Images:
+    here = _subfolders(folder)
+    splits = [s for s in here if s in SPLITS]
+    # A class may be called "train" too: a split holds class folders, or stands among nothing but splits.
+    if splits and (splits == here or any(_subfolders(folder / s) for s in splits)):
+        part = folder / _pick(split, splits, name)
+        # Labels are numbered by the training folders, so that a class missing from evaluation shifts nothing.
+        classes = _subfolders(folder / "train") if "train" in splits else _subfolders(part)
+        if extra := set(_subfolders(part)) - set(classes):
+            raise DwindleError(f"'{part}' has classes that 'train' lacks: {', '.join(sorted(extra)[:5])}. Rename them.")
+    elif split in SPLITS:
+        part, classes = folder, here
+    else:
+        raise unknown("split", split, SPLITS)
+    paths: list[str] = []
+    labels: list[int] = []
+    for label, word in enumerate(classes):
+        for at, folders, files in os.walk(part / word, followlinks=True):
+            folders[:] = sorted(f for f in folders if not f.startswith("."))
+            found = sorted(f for f in files if f.lower().endswith(EXTENSIONS) and not f.startswith("."))
+            paths += [os.path.relpath(os.path.join(at, f), part) for f in found]
+            labels += [label] * len(found)
+    if not paths:
+        raise DwindleError(f"'{part}' holds no images in class folders. {FORMS}")
+    names = np.array([os.fsencode(p) for p in paths])  # one buffer: workers would come to copy a list of str
+    return Images(name, partial(_from_file, part, names), np.array(labels), classes)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # arrow's own errors derive from these
+        raise DwindleError(f"Cannot read parquet file '{path}': {error}. Download or write it again.") from error
+
+
+def _parquet_file(path: Path) -> Any:
+    import pyarrow.parquet as pq
+
+    with _reading(path):
+        return pq.ParquetFile(path, memory_map=True)
+
+
+def _columns(schema: Any, name: str) -> tuple[str, str, list[str] | None]:
+    """Image column, label column and class names of a Hugging Face arrow schema."""
+    from pyarrow import types
+
+    images = [f.name for f in schema if types.is_struct(f.type) and f.type.get_field_index("bytes") >= 0]
+    integers = [f.name for f in schema if types.is_integer(f.type)]
+    label = next((c for c in LABELS if c in integers), integers[0] if len(integers) == 1 else None)
+    if not images or label is None:
+        raise DwindleError(
+            f"'{name}' has columns {', '.join(schema.names)}. "
+            f"Expected an image column of {{bytes, path}} and an integer column named {' or '.join(LABELS)}."
+        )
+    info = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
+    return images[0], label, info.get("features", {}).get(label, {}).get("names")
+
+
+def _open_parquet(shards: list[Path], split: str, name: str) -> Images:
+    splits: dict[str, list[Path]] = {}
+    for path in shards:
+        splits.setdefault(path.stem.split("-")[0], []).append(path)
+    files = splits[_pick(split, list(splits), name)]
+    total = re.search(r"-of-(\d+)", files[0].stem)
+    if total and int(total[1]) != len(files):
+        raise DwindleError(f"'{name}' has {len(files)} of {int(total[1])} '{split}' shards. Fetch the missing ones.")
+    image, label, classes = _columns(_parquet_file(files[0]).schema_arrow, name)
+    parts = []
+    for path in files:
+        with _reading(path):
+            column = _parquet_file(path).read(columns=[label]).column(label)
+        if column.null_count:
+            raise DwindleError(f"Column '{label}' of '{path}' has rows without a label. Fill or remove them.")
+        parts.append(column.to_numpy())
+    return Images(name, _Parquet(files, image), np.concatenate(parts), classes or _classes_beside(files[0].parent))
+
+
+def _classes_beside(folder: Path) -> list[str] | None:
+    """Names from classes.json: a list of names, or of objects with a `name`."""
+    path = folder / "classes.json"
+    if not path.exists():
+        return None
+    try:
+        return [str(c["name"] if isinstance(c, dict) else c) for c in json.loads(path.read_text())]
+    except (ValueError, TypeError, KeyError) as error:
+        raise DwindleError(f"'{path}' is not a JSON list of class names or of {{name}} objects. Correct it.") from error
+
+
+def _open_hub(name: str, split: str) -> Images:
+    try:
+        import datasets
+    except ImportError as error:
+        need = 'was taken for a Hub id, which needs: pip install "dwindle[hub]"'
+        raise DwindleError(f"'{name}' is no folder here; it {need}.") from error
+    try:
+        chosen = _pick(split, list(datasets.get_dataset_split_names(name)), name)
+        rows = datasets.load_dataset(name, split=chosen)
+    except DwindleError:
+        raise
+    except Exception as error:  # the library raises a different type for each of missing, gated, offline, script
+        raise DwindleError(f"Cannot open '{name}' from the Hub: {error}. Check the id and the connection.") from error
+    image, label, classes = _columns(rows.features.arrow_schema, name)
+    raw = rows.cast_column(image, datasets.Image(decode=False))
+    return Images(name, partial(_from_hub, raw, image, name), np.asarray(rows[label][:]), classes)

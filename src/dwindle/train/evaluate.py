@@ -1,0 +1,103 @@
+"""Accuracy, cost and speed of an adaptive model on a data set; and the threshold that meets a budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from ..cost import budget_share
+from ..errors import DwindleError
+from ..model import AdaptiveViT
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+
+
+@torch.inference_mode()
+def evaluate(
+    model: AdaptiveViT,
+    batches: Batches,
+    *,
+    layout: str = "packed",
+    device: str | torch.device = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, float]:
+    """Every image counts once. images_per_s is the model alone: loading and moving images is not in it."""
+    training, place = model.training, torch.device(device)
+    model.eval().to(place)
+    top1 = top5 = images = 0
+    macs = depth = seconds = 0.0
+    for x, y in batches:
+        x, y = x.to(place), y.to(place)
+        _wait(place)
+        begin = time.perf_counter()
+        out = model(x, layout=layout)
+        _wait(place)
+        seconds += time.perf_counter() - begin
+        if not out.logits.isfinite().all():
+            raise DwindleError("The model gives NaN or infinite logits on this data; its weights are damaged.")
+        best = out.logits.topk(min(5, out.logits.shape[-1])).indices == y[:, None]
+        top1, top5 = top1 + int(best[:, 0].sum()), top5 + int(best.any(-1).sum())
+        macs += model.macs(out.trace).sum().item()
+        depth += out.trace.mean_depth.sum().item()
+        images += len(y)
+        if progress:
+            progress(len(y))
+    model.train(training)
+    if not images:
+        raise DwindleError("There are no images to evaluate; the data set is empty.")
+    return {
+        "top1": round(100 * top1 / images, 3),
+        "top5": round(100 * top5 / images, 3),
+        "gmacs": round(macs / images / 1e9, 4),
+        "gmacs_static": round(model.static_macs() / 1e9, 4),
+        "depth": round(depth / images, 3),
+        "images": images,
+        "images_per_s": round(images / seconds, 1),
+    }
+
+
+@torch.no_grad()  # not inference mode: the dial it leaves behind may be trained on
+def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch: int = 128, steps: int = 14) -> float:
+    """Turn the method's dial until `images` cost the budget, without training or labels. Returns the share they cost.
+
+    Cost rises along the dial (a token needs more to stop), so bisection finds it.
+    """
+    method = model.method
+    if method.dial is None:
+        raise DwindleError(
+            f"{type(method).__name__} has nothing to turn after training; a budget cannot be set for it."
+        )
+    _, cheap, dear = method.dial
+    goal = budget_share(budget, model.backbone.shape)
+    training = model.training
+    model.eval()
+
+    def cost(value: float) -> float:
+        turn(model, value)
+        total = sum(model.macs(model(part).trace).sum().item() for part in images.split(batch))
+        return total / len(images) / model.static_macs()
+
+    for _ in range(steps):
+        middle = (cheap + dear) / 2
+        cheap, dear = (cheap, middle) if cost(middle) > goal else (middle, dear)
+    # The nearer of the two sides: a threshold at which many tokens stop at once can leave a step between them.
+    value = min((cheap, dear), key=lambda v: abs(cost(v) - goal))
+    reached = cost(value)
+    model.train(training)
+    return reached
+
+
+def turn(model: AdaptiveViT, value: float) -> None:
+    """Set the method's dial."""
+    assert model.method.dial is not None
+    name = model.method.dial[0]
+    old = getattr(model.method, name)
+    setattr(model.method, name, torch.full_like(old, value) if isinstance(old, Tensor) else value)
+
+
+def _wait(place: torch.device) -> None:
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)

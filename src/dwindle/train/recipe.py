@@ -1,0 +1,105 @@
+"""A recipe: everything a training run depends on. Recipes are Python functions that return one."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import DwindleError, unknown
+from ..methods import Method
+
+
+@dataclass
+class Recipe:
+    """Defaults are AHT-ViT section 3.5 and DeiT's fine-tuning."""
+
+    model: str = "deit_small_patch16_224"  # timm model name
+    weights: str | None = "pretrained"  # 'pretrained' (timm's Hub weights), a .safetensors/.pth file, or None
+    method: str = "AHT"
+    method_options: dict[str, Any] = field(default_factory=dict)
+    image_size: int | None = None  # None: the model's own
+
+    epochs: int = 50
+    batch: int = 256
+    lr: float = 1e-4
+    method_lr: float = 1e-3  # planners and scalars start from nothing, the backbone does not
+    warmup_epochs: float = 1.0
+    weight_decay: float = 0.05
+    smoothing: float = 0.1
+    clip: float = 1.0
+    ema: float = 0.0  # decay of the average of the weights that is evaluated and saved; 0: no average
+    freeze_backbone: bool = False
+    amp: bool = True  # bf16 autocast on a GPU
+
+    teacher: str | None = None  # 'static': the backbone as it was before training
+    teacher_weight: float = 1.0  # of KL(teacher || student) beside the task loss
+    teacher_temperature: float = 1.0
+    label_weight: float = 1.0  # of the cross-entropy with the labels
+
+    resident: bool | None = None  # data on the device as uint8; None: on a GPU, when it fits
+    augment: str | None = "rand-m9-mstd0.5-inc1"
+    min_scale: float = 0.08
+    jitter: float = 0.0
+    workers: int = 2
+    seed: int = 0
+    eval_every: int = 1  # epochs
+
+    def make_method(self) -> Method:
+        if self.method not in Method.registry:
+            raise unknown("method", self.method, Method.registry)
+        kind = Method.registry[self.method]
+        for name in self.method_options:
+            if name not in inspect.signature(kind).parameters:
+                raise unknown(f"option of {self.method}", name, inspect.signature(kind).parameters)
+        return kind(**self.method_options)
+
+
+def changed(recipe: Recipe, settings: Iterable[str]) -> Recipe:
+    """The recipe with `key=value` settings applied; `method.key=value` goes to the method."""
+    fields = {f.name for f in dataclasses.fields(recipe)}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise DwindleError(f"--set {setting}: expected key=value, such as epochs=20 or method.budget=0.67.")
+        value = _value(text)
+        if key.startswith("method."):
+            recipe = dataclasses.replace(
+                recipe, method_options={**recipe.method_options, key.removeprefix("method."): value}
+            )
+        elif key in fields and key != "method_options":
+            default = getattr(recipe, key)
+            if default is not None and value is not None and not isinstance(value, _kinds(default)):
+                raise DwindleError(f"--set {setting}: {key} is {type(default).__name__}, as in {key}={default}.")
+            recipe = dataclasses.replace(recipe, **{key: value})
+        else:
+            raise unknown(
+                "recipe setting", key, fields - {"method_options"}, hint="Settings of the method are method.NAME."
+            )
+    return recipe
+
+
+def _kinds(default: Any) -> tuple[type, ...]:
+    if isinstance(default, bool):
+        return (bool,)
+    return (int, float) if isinstance(default, float) else (type(default),)
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+def find_recipe(name: str) -> Callable[[], Recipe]:
+    """A recipe function by name."""
+    from .. import recipes
+
+    known = {n: f for n, f in vars(recipes).items() if inspect.isfunction(f) and not n.startswith("_")}
+    if name not in known:
+        raise unknown("recipe", name, known)
+    return known[name]

@@ -1,0 +1,607 @@
+"""Finding, decoding, transforming and serving images, on small data made here and on the real data where it is."""
+
+import io
+import json
+import pickle
+import random
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dwindle.errors import DwindleError
+from dwindle.images import Preprocess, load_image
+from dwindle.train import data as data_module
+from dwindle.train.batches import Resident, loader, seeded
+from dwindle.train.data import Images, check_labels, limit, open_data
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+real = pytest.mark.skipif(not SHARED.is_dir(), reason=f"the real data folder {SHARED} is absent")
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path, monkeypatch):
+    """No data of this machine leaks in."""
+    monkeypatch.delenv("DWINDLE_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def pixels(seed, width=20, height=16):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def encode(image, fmt="PNG", **options):
+    out = io.BytesIO()
+    image.save(out, fmt, **options)
+    return out.getvalue()
+
+
+def class_folders(root, classes=("ant", "bee"), each=3):
+    for c, word in enumerate(classes):
+        (root / word).mkdir(parents=True)
+        for i in range(each):
+            Image.fromarray(pixels(10 * c + i)).save(root / word / f"{i}.png")
+    return root
+
+
+def shard(path, labels, names=None, label="label", image="image", rows=None, row_group_size=None, extra=None):
+    """One parquet file; image i is pixels(i)."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if rows is None:
+        rows = [{"bytes": encode(Image.fromarray(pixels(i))), "path": None} for i in range(len(labels))]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table({image: pa.array(rows, kind), label: labels, **(extra or {})})
+    if names:
+        features = {label: {"names": names, "_type": "ClassLabel"}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    pq.write_table(table, path, row_group_size=row_group_size)
+    return path
+
+
+def of_arrays(arrays, labels=None):
+    """Images straight from arrays, for the tests that are not about files."""
+    return Images("made", lambda i: Image.fromarray(arrays[i]), np.arange(len(arrays)) if labels is None else labels)
+
+
+# load_image
+
+
+def rgb(image):
+    return np.asarray(load_image(encode(image)))
+
+
+def test_load_image_modes():
+    grey = pixels(0)[..., 0]
+    assert (rgb(Image.fromarray(grey)) == grey[..., None]).all()
+    colour = Image.fromarray(pixels(0))
+    assert (rgb(colour) == pixels(0)).all()
+    palette = colour.convert("P")
+    assert (rgb(palette) == np.asarray(palette.convert("RGB"))).all()
+    cmyk = load_image(encode(colour.convert("CMYK"), "TIFF"))
+    assert cmyk.mode == "RGB" and np.abs(np.asarray(cmyk).astype(int) - pixels(0)).max() <= 2
+
+
+@pytest.mark.parametrize("mode,half", [("RGBA", (255, 0, 0, 128)), ("LA", (0, 128))])
+def test_transparency_is_composited_on_white(mode, half):
+    clear = (0,) * len(half)
+    image = Image.new(mode, (2, 1), clear)
+    image.putpixel((1, 0), half)
+    left, right = rgb(image)[0]
+    assert (left == 255).all()
+    assert right.tolist() == ([255, 127, 127] if mode == "RGBA" else [127, 127, 127])
+
+
+def test_transparent_palette_is_composited_on_white():
+    image = Image.new("P", (2, 2), 3)
+    image.putpalette([0] * 768)
+    assert (np.asarray(load_image(encode(image, transparency=3))) == 255).all()
+
+
+def test_sixteen_bit_grey_is_scaled():
+    deep = np.array([[0, 257 * 100, 65535]], dtype=np.uint16)
+    for fmt in ("PNG", "TIFF"):
+        assert np.asarray(load_image(encode(Image.fromarray(deep), fmt)))[0, :, 0].tolist() == [0, 100, 255]
+
+
+def test_exif_orientation():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    assert load_image(encode(Image.fromarray(pixels(0)), "JPEG", exif=exif)).size == (16, 20)
+
+
+def test_load_image_refuses(tmp_path, monkeypatch):
+    with pytest.raises(DwindleError, match=r"no file '.*gone\.png'"):
+        load_image(tmp_path / "gone.png")
+    with pytest.raises(DwindleError, match="Cannot decode"):
+        load_image(tmp_path)
+    (tmp_path / "words.png").write_text("not an image")
+    with pytest.raises(DwindleError, match=r"words\.png"):
+        load_image(tmp_path / "words.png")
+    for fmt in ("PNG", "JPEG"):
+        with pytest.raises(DwindleError, match="Cannot decode"):
+            load_image(encode(Image.fromarray(pixels(0, 64, 64)), fmt)[:-600])
+    with pytest.raises(DwindleError, match="Cannot decode"):
+        load_image(b"")
+    monkeypatch.setattr("dwindle.images.MAX_PIXELS", 300)
+    with pytest.raises(DwindleError, match="20x16 pixels"):
+        load_image(encode(Image.fromarray(pixels(0))))
+
+
+# Class folders
+
+
+def test_class_folders_serve_any_split(tmp_path):
+    class_folders(tmp_path / "d")
+    (tmp_path / "d" / "ant" / "notes.txt").write_text("no image")
+    (tmp_path / "d" / "ant" / ".hidden.png").write_text("no image")
+    images = open_data(str(tmp_path / "d"))
+    assert len(images) == 6 and images.classes == ["ant", "bee"] and images.num_classes == 2
+    assert images.labels.tolist() == [0, 0, 0, 1, 1, 1] and images.labels.dtype == np.int64
+    image, label = images[4]
+    assert label == 1 and (np.asarray(image) == pixels(11)).all()
+    images.transform = lambda image: image.size
+    assert images[0] == ((20, 16), 0)
+    assert len(open_data(str(tmp_path / "d"), "test")) == 6
+    with pytest.raises(DwindleError, match="Did you mean 'train'"):
+        open_data(str(tmp_path / "d"), "trian")
+
+
+@pytest.mark.parametrize("word", ["val", "validation", "test"])
+def test_split_folders(tmp_path, word):
+    class_folders(tmp_path / "d" / "train", ("ant", "bee", "cat"))
+    class_folders(tmp_path / "d" / word, ("ant", "cat"), each=1)
+    for asked in ("val", "validation", "test"):
+        held = open_data(str(tmp_path / "d"), asked)
+        # "cat" keeps the number it has in training, though evaluation has no "bee"
+        assert held.labels.tolist() == [0, 2] and held.classes == ["ant", "bee", "cat"]
+    with pytest.raises(DwindleError, match=rf"no split 'dev'\. It has: .*{word}"):
+        open_data(str(tmp_path / "d"), "dev")
+
+
+def test_evaluation_class_unknown_to_training(tmp_path):
+    class_folders(tmp_path / "d" / "train")
+    class_folders(tmp_path / "d" / "val", ("ant", "wasp"))
+    with pytest.raises(DwindleError, match="wasp"):
+        open_data(str(tmp_path / "d"), "val")
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    assert open_data(str(class_folders(tmp_path / "d", ("car", "train")))).classes == ["car", "train"]
+
+
+def test_only_training_split_refuses_evaluation(tmp_path):
+    class_folders(tmp_path / "d" / "train")
+    with pytest.raises(DwindleError, match=r"no split 'test'\. It has: train"):
+        open_data(str(tmp_path / "d"), "test")
+
+
+def test_bad_folders(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bare" / "ant").mkdir(parents=True)
+    (tmp_path / "file").write_text("x")
+    class_folders(tmp_path / "flat", ("train", "val"))  # images where class folders should be
+    for name in ("empty", "bare", "flat"):
+        with pytest.raises(DwindleError, match="holds no images"):
+            open_data(name)
+    with pytest.raises(DwindleError, match="is a file"):
+        open_data("file")
+    with pytest.raises(DwindleError, match="'/no/such/place' was not found"):
+        open_data("/no/such/place")
+
+
+def test_corrupt_image_in_folder_is_named(tmp_path):
+    class_folders(tmp_path / "d")
+    broken = tmp_path / "d" / "bee" / "0.png"
+    broken.write_bytes(broken.read_bytes()[:100])
+    images = open_data("d")
+    with pytest.raises(DwindleError, match=r"bee/0\.png"):
+        images[3]
+
+
+# Known names
+
+
+def test_known_names(tmp_path, monkeypatch):
+    with pytest.raises(DwindleError, match=r"'data/imagenet'.*DWINDLE_DATA"):
+        open_data("imagenet")
+    class_folders(tmp_path / "data" / "imagenet", each=1)
+    assert len(open_data("imagenet")) == 2
+    class_folders(tmp_path / "env" / "imagenet", each=2)
+    monkeypatch.setenv("DWINDLE_DATA", str(tmp_path / "env"))
+    assert len(open_data("imagenet")) == 4
+    shard(tmp_path / "root" / "imagenet" / "train-00000-of-00001.parquet", [0, 1, 2])
+    assert len(open_data("imagenet", root=str(tmp_path / "root"))) == 3
+    with pytest.raises(DwindleError, match="Did you mean 'cifar100'"):
+        open_data("cifar10")
+
+
+@pytest.mark.parametrize("where", ["data/cifar100", "data"])
+def test_cifar_as_torchvision_keeps_it(tmp_path, monkeypatch, where):
+    folder = tmp_path / where / "cifar-100-python"
+    folder.mkdir(parents=True)
+    rows = np.random.default_rng(0).integers(0, 256, (4, 3072), dtype=np.uint8)
+    for split in ("train", "test"):
+        (folder / split).write_bytes(pickle.dumps({"data": rows, "fine_labels": [3, 1, 2, 0]}))
+    (folder / "meta").write_bytes(pickle.dumps({"fine_label_names": list("abcd")}))
+    with pytest.raises(DwindleError, match="incomplete or altered"):
+        open_data("cifar100")
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+    images = open_data("cifar100", "val")
+    assert images.classes == list("abcd") and images.labels.tolist() == [3, 1, 2, 0]
+    assert (np.asarray(images[1][0]) == rows[1].reshape(3, 32, 32).transpose(1, 2, 0)).all()
+
+
+# Parquet
+
+
+@pytest.mark.parametrize("inner", ["", "data"])
+def test_parquet_shards(tmp_path, inner):
+    root = tmp_path / "d"
+    coarse = {"coarse_label": [9, 9, 9, 9, 9]}
+    for k in range(2):
+        shard(root / inner / f"train-0000{k}-of-00002.parquet", [0, 1, 2, 1, 0], list("xyz"), "fine_label", "img",
+              row_group_size=2, extra=coarse)  # fmt: skip
+    shard(root / inner / "test-00000-of-00001.parquet", [2], list("xyz"), "fine_label", "img")
+    images = open_data("d")
+    assert len(images) == 10 and images.classes == list("xyz") and images.num_classes == 3
+    assert images.labels.tolist() == [0, 1, 2, 1, 0] * 2
+    image, label = images[8]
+    assert label == 1 and (np.asarray(image) == pixels(3)).all()
+    assert list(images.source.loaded) == [4]  # one row group of six was read
+    assert pickle.loads(pickle.dumps(images.source)).loaded == {}
+    assert len(open_data("d", "validation")) == 1
+    with pytest.raises(IndexError):
+        images[10]
+
+
+def test_parquet_class_names(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    for root in (one, two):
+        shard(root / "validation-00000-of-00001.parquet", [0, 4], label="only_integer")
+    images = open_data("one", "test")
+    assert images.classes is None and images.num_classes == 5
+    (two / "classes.json").write_text(json.dumps([{"wnid": f"n{i}", "name": f"c{i}"} for i in range(7)]))
+    assert open_data("two", "val").classes == [f"c{i}" for i in range(7)]
+    (two / "classes.json").write_text("7")
+    with pytest.raises(DwindleError, match=r"classes\.json"):
+        open_data("two", "val")
+
+
+def test_parquet_refuses(tmp_path):
+    root = tmp_path / "d"
+    train = shard(root / "train-00000-of-00001.parquet", [0, 1])
+    with pytest.raises(DwindleError, match=r"no split 'val'\. It has: train"):
+        open_data("d", "val")
+    train.write_bytes(train.read_bytes()[:-20])
+    with pytest.raises(DwindleError, match=r"Cannot read parquet file .*train-00000"):
+        open_data("d")
+    shard(train, [0, None])
+    with pytest.raises(DwindleError, match="without a label"):
+        open_data("d")
+    shard(train, [0, 1], label="a", extra={"b": [1, 2]})
+    with pytest.raises(DwindleError, match="columns image, a, b"):
+        open_data("d")
+    train.rename(root / "train-00000-of-00003.parquet")
+    with pytest.raises(DwindleError, match="1 of 3"):
+        open_data("d")
+
+
+def test_corrupt_parquet_image_is_named(tmp_path):
+    good = encode(Image.fromarray(pixels(0)))
+    rows = [{"bytes": good, "path": None}, {"bytes": good[:80], "path": None}, None]
+    shard(tmp_path / "d" / "train-00000-of-00001.parquet", [0, 1, 2], rows=rows)
+    images = open_data("d")
+    assert images[0][1] == 0
+    for i in (1, 2):
+        with pytest.raises(DwindleError, match=f"in row {i}"):
+            images[i]
+
+
+# Hub
+
+
+def test_hub_without_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DwindleError, match=r'pip install "dwindle\[hub\]"'):
+        open_data("org/name")
+
+
+def test_hub(tmp_path, monkeypatch):
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(shard(tmp_path / "hub.parquet", [1, 0], list("ab")))
+
+    class Rows:
+        features = types.SimpleNamespace(arrow_schema=table.schema)
+
+        def __getitem__(self, key):
+            return table.column(key).to_pylist() if isinstance(key, str) else table.slice(key, 1).to_pylist()[0]
+
+        def cast_column(self, column, feature):
+            assert column == "image" and feature == "undecoded"
+            return self
+
+    def load(name, split):
+        if name != "org/name":
+            raise FileNotFoundError("no such repository")
+        assert split == "test"
+        return Rows()
+
+    fake = types.SimpleNamespace(
+        get_dataset_split_names=lambda name: ["train", "test"],
+        load_dataset=load,
+        Image=lambda decode: "decoded" if decode else "undecoded",
+    )
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    images = open_data("org/name", "val")
+    assert images.labels.tolist() == [1, 0] and images.classes == ["a", "b"]
+    assert (np.asarray(images[1][0]) == pixels(1)).all()
+    with pytest.raises(DwindleError, match=r"no split 'dev'\. It has: train, test"):
+        open_data("org/name", "dev")
+    with pytest.raises(DwindleError, match="no such repository"):
+        open_data("org/other", "test")
+
+
+# Subsets and labels
+
+
+def test_limit():
+    images = of_arrays([pixels(i) for i in range(8)])
+    assert limit(images, 3).labels.tolist() == [0, 1, 2]
+    drawn = limit(images, 3, seed=1)
+    assert drawn.labels.tolist() == limit(images, 3, seed=1).labels.tolist() != [0, 1, 2]
+    assert all((np.asarray(image) == pixels(label)).all() for image, label in (drawn[i] for i in range(3)))
+    assert drawn.num_classes == 8 and len(limit(images, 99)) == 8
+    assert limit(limit(images, 4, seed=0), 2).labels.tolist() == limit(images, 4, seed=0).labels[:2].tolist()
+    with pytest.raises(DwindleError, match="to 0 images"):
+        limit(images, 0)
+
+
+def test_check_labels():
+    check_labels(np.array([0, 9]), 10)
+    check_labels(torch.tensor([], dtype=torch.long), 10)
+    with pytest.raises(DwindleError, match=r"highest label in the data is 12.*10 classes.*at least 13"):
+        check_labels(torch.tensor([0, 12]), 10)
+    with pytest.raises(DwindleError, match="label -1"):
+        check_labels([-1, 0], 10)
+
+
+# Transforms
+
+
+def test_eval_transform_does_not_resample_at_its_own_size():
+    array = pixels(0, 256, 256)
+    out = Preprocess().eval_transform()(Image.fromarray(array))
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (Preprocess.mean, Preprocess.std))
+    expected = (torch.from_numpy(array[16:240, 16:240].copy()).permute(2, 0, 1) / 255 - mean) / std
+    torch.testing.assert_close(out, expected)
+    assert Preprocess(size=32).eval_transform()(Image.fromarray(pixels(0, 90, 50))).shape == (3, 32, 32)
+
+
+def test_train_transform_is_a_function_of_the_seed():
+    transform = Preprocess(size=32).train_transform()
+    image = Image.fromarray(pixels(0, 40, 40))
+
+    def draw(*key):
+        with seeded(*key):
+            return transform(image)
+
+    assert draw(0, 1).shape == (3, 32, 32)
+    assert torch.equal(draw(0, 1), draw(0, 1)) and not torch.equal(draw(0, 1), draw(0, 2))
+    plain = Preprocess(size=32).train_transform(randaugment=None, color_jitter=0.0, reprob=0.0, min_scale=0.5)
+    assert plain(image).shape == (3, 32, 32)
+
+
+def test_preprocess_of_a_model():
+    import timm
+
+    vit = timm.create_model("deit_tiny_patch16_224", img_size=64, depth=1)
+    assert Preprocess.of(vit) == Preprocess(size=64, crop_pct=0.9)
+    assert Preprocess.of(torch.nn.Linear(1, 1)) == Preprocess()
+    plain = types.SimpleNamespace(patch_embed=types.SimpleNamespace(img_size=(48, 48)))
+    assert Preprocess.of(plain) == Preprocess(size=48)
+
+
+def test_preprocess_survives_json():
+    p = Preprocess(size=96, mean=(0.5, 0.5, 0.5), crop_pct=1.0)
+    assert Preprocess.from_dict(json.loads(json.dumps(p.to_dict()))) == p
+    with pytest.raises(DwindleError, match="Did you mean 'size'"):
+        Preprocess.from_dict({"sizes": 3})
+    with pytest.raises(DwindleError, match="bicubic"):
+        Preprocess(interpolation="cubic")
+    with pytest.raises(DwindleError, match="crop_pct"):
+        Preprocess(crop_pct=1.5)
+
+
+# Loader
+
+
+@pytest.fixture
+def augmented(tmp_path):
+    shard(tmp_path / "d" / "train-00000-of-00001.parquet", list(range(10)), row_group_size=4)
+    images = open_data("d")
+    images.transform = Preprocess(size=24).train_transform()
+    return images
+
+
+def test_batches_repeat_whatever_the_workers(augmented):
+    def epochs(loader_, *which):
+        out = []
+        for e in which:
+            loader_.set_epoch(e)
+            out.append(list(loader_))
+        return out
+
+    def same(a, b):
+        return all(torch.equal(x, u) and torch.equal(y, v) for (x, y), (u, v) in zip(a, b, strict=True))
+
+    here = loader(augmented, 4, train=True, workers=0, seed=5)
+    there = loader(augmented, 4, train=True, workers=2, seed=5)
+    assert len(here) == 2  # the last two images are dropped
+    first, second = epochs(here, 0, 1)
+    assert not same(first, second)
+    assert all(same(a, b) for a, b in zip((first, second), epochs(there, 0, 1)))
+    resumed = loader(augmented, 4, train=True, workers=0, seed=5)
+    assert same(second, *epochs(resumed, 1))
+    assert not same(second, *epochs(loader(augmented, 4, train=True, seed=6), 1))
+
+
+def test_loader_leaves_the_callers_generators_alone(augmented):
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(())
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    list(loader(augmented, 4, train=True))
+    assert (random.random(), np.random.rand(), torch.rand(())) == expected
+
+
+def test_evaluation_keeps_order_and_everything(augmented):
+    labels = [y for _, y in loader(augmented, 4)]
+    assert torch.cat(labels).tolist() == list(range(10))
+    assert len(loader(limit(augmented, 3), 4, train=True)) == 1  # fewer than a batch: kept, not dropped
+    augmented.transform = None
+    with pytest.raises(DwindleError, match="no transform"):
+        loader(augmented, 4)
+
+
+# Resident
+
+
+@pytest.mark.parametrize("sizes", [[(256, 256)] * 3, [(256, 256), (300, 270), (200, 410)]])
+def test_resident_evaluation_is_the_eval_transform(sizes):
+    images = of_arrays([pixels(i, *size) for i, size in enumerate(sizes)])
+    seen = []
+    resident = Resident(images, 224, "cpu", progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (3, 3)
+    assert resident.images.shape == (3, 3, 256, 256) and resident.images.dtype == torch.uint8
+    batches = resident.batches(2)
+    assert len(batches) == 2 and not any(x.requires_grad for x, _ in batches)
+    got = torch.cat([x for x, _ in batches])
+    images.transform = Preprocess().eval_transform()
+    torch.testing.assert_close(got, torch.stack([images[i][0] for i in range(3)]), atol=1e-5, rtol=0)
+    assert torch.cat([y for _, y in batches]).tolist() == [0, 1, 2]
+
+
+def test_resident_store_side():
+    def side(*sizes, store=None):
+        arrays = [pixels(i, *size) for i, size in enumerate(sizes)]
+        return Resident(of_arrays(arrays), 28, store=store).images.shape[-1]
+
+    assert side((16, 16), (16, 16)) == 16  # native
+    assert side((16, 16), (20, 16)) == 32  # mixed: 28 / 0.875
+    assert side((20, 16), (20, 16)) == 32
+    assert side((64, 64), (64, 64)) == 32
+    assert side((64, 64), (64, 64), store=48) == 48
+
+
+@pytest.mark.parametrize("side", [16, 28, 30, 32, 48])
+def test_resident_sizes(side):
+    resident = Resident(of_arrays([pixels(i, side, side) for i in range(3)]), 28, store=side)
+    for train in (False, True):
+        x, y = next(iter(resident.batches(3, train=train, dtype=torch.bfloat16)))
+        assert x.shape == (3, 3, 28, 28) and x.dtype == torch.bfloat16 and y.shape == (3,)
+        assert x.isfinite().all()
+
+
+def test_resident_upsampling_matches_pillow():
+    array = pixels(0, 32, 32)
+    x, _ = next(iter(Resident(of_arrays([array]), 224).batches(1, mean=(0, 0, 0), std=(1, 1, 1))))
+    # channel by channel in float: with bytes Pillow clips between its horizontal and its vertical pass
+    planes = [Image.fromarray(array[..., c].astype(np.float32)) for c in range(3)]
+    expected = np.stack([np.asarray(p.resize((224, 224), Image.Resampling.BICUBIC)) for p in planes])
+    np.testing.assert_allclose(x[0].numpy(), expected.clip(0, 255) / 255, atol=1e-5)
+
+
+def test_resident_batches_repeat():
+    resident = Resident(of_arrays([pixels(i, 32, 32) for i in range(10)]), 28)
+
+    def draw(**options):
+        return list(resident.batches(4, train=True, jitter=0.4, **options))
+
+    first = draw(seed=1, epoch=2)
+    assert len(first) == 2 == len(resident.batches(4, train=True)) and len(resident.batches(4)) == 3
+    assert len(resident.batches(64, train=True)) == 1
+    assert all(torch.equal(x, u) and torch.equal(y, v) for (x, y), (u, v) in zip(first, draw(seed=1, epoch=2)))
+    for other in (draw(seed=1, epoch=3), draw(seed=2, epoch=2)):
+        assert not torch.equal(first[0][0], other[0][0])
+    told = resident.batches(4, train=True, seed=1, jitter=0.4)
+    told.set_epoch(2)
+    assert torch.equal(next(iter(told))[0], first[0][0])
+
+
+def test_random_crop_is_where_it_says():
+    ramp = np.broadcast_to(np.arange(32, dtype=np.uint8)[None, :, None] * 8, (32, 32, 3))
+    resident = Resident(of_arrays([np.ascontiguousarray(ramp)]), 32, store=32)
+    x = resident.images.float()
+
+    def crop(area, left, flipped):
+        u = torch.tensor([[area, 0.5, left, 0.5, 0.0 if flipped else 1.0]])
+        return resident.random_crop(x, u, min_scale=0.0, flip=True)[0, 0, 0]
+
+    torch.testing.assert_close(crop(1.0, 0.5, False), x[0, 0, 0], atol=1e-3, rtol=0)
+    torch.testing.assert_close(crop(1.0, 0.5, True), x[0, 0, 0].flip(0), atol=1e-3, rtol=0)
+    right = crop(0.25, 1.0, False)  # half the side, pushed to the right: columns 16 to 31, at every half
+    torch.testing.assert_close(right[1:-1], torch.arange(32)[1:-1] * 4 + 126.0, atol=1e-3, rtol=0)
+
+
+def test_jitter_of_zero_strength_changes_nothing():
+    from dwindle.train.batches import _jitter
+
+    x = torch.rand(2, 3, 4, 4) * 255
+    torch.testing.assert_close(_jitter(x, torch.ones(2, 3)), x)
+    grey = _jitter(x, torch.tensor([[1.0, 1.0, 0.0], [0.5, 1.0, 1.0]]))
+    torch.testing.assert_close(grey[0, 0], grey[0, 2])
+    torch.testing.assert_close(grey[1], x[1] / 2)
+
+
+def test_resident_of_nothing_or_broken():
+    with pytest.raises(DwindleError, match="no images"):
+        Resident(of_arrays([]), 28)
+
+    def broken(i):
+        if i == 5:
+            raise DwindleError("Cannot decode row 5.")
+        return Image.fromarray(pixels(i))
+
+    with pytest.raises(DwindleError, match="row 5"):
+        Resident(Images("made", broken, np.arange(8)), 28)
+
+
+def test_import_is_lean():
+    code = (
+        "import sys, dwindle.train; before = set(sys.modules); import dwindle.train.data; "
+        "print({'pyarrow', 'datasets', 'torchvision', 'timm'} & (set(sys.modules) - before))"
+    )
+    src = Path(data_module.__file__).parents[2]
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=src, check=True)
+    assert out.stdout.strip() == "set()"
+
+
+# Real data
+
+
+@real
+def test_real_cifar100():
+    train, test = (open_data("cifar100", split, root=str(SHARED)) for split in ("train", "test"))
+    assert (len(train), len(test)) == (50000, 10000)
+    assert train.num_classes == test.num_classes == 100 and train.classes[:2] == ["apple", "aquarium_fish"]
+    assert np.bincount(train.labels).tolist() == [500] * 100
+    assert train[49999][0].size == (32, 32)
+
+
+@real
+def test_real_imagenet():
+    held = open_data(str(SHARED / "imagenet_val"), "test")
+    assert len(held) == held.num_classes == 1000 and held.classes[0] == "tench"
+    assert held[0][0].size == (256, 256) and held[0][0].mode == "RGB"
+    samples = open_data(str(SHARED / "imagenet_samples"))
+    assert len(samples) == 1000 and samples.classes == held.classes
+    with pytest.raises(DwindleError, match="It has: train"):
+        open_data(str(SHARED / "imagenet_samples"), "val")
