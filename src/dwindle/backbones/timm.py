@@ -6,11 +6,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from timm.layers import get_act_layer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ..errors import DwindleError
 from .base import Backbone, Shape, linear_macs
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
 
 
 class TimmViT(Backbone):
@@ -108,9 +111,7 @@ class TimmViT(Backbone):
 
     def _options(self, size: list[int]) -> dict[str, Any]:
         vit, block = self.vit, self.vit.blocks[0]
-        activation = next(
-            (type(m).__name__ for m in block.mlp.modules() if type(m).__module__.endswith("activation")), "GELU"
-        )
+        acts = [name for name in ACTIVATIONS if any(type(m) is get_act_layer(name) for m in block.mlp.modules())]
         return {
             "img_size": size,
             "patch_size": list(vit.patch_embed.patch_size),
@@ -133,7 +134,7 @@ class TimmViT(Backbone):
             "dynamic_img_size": vit.dynamic_img_size,
             "pos_embed": "learn" if vit.pos_embed is not None else "none",
             "norm_eps": block.norm1.eps,
-            "act_layer": activation.lower(),
+            "act_layer": acts[0] if acts else "gelu",
         }
 
     @staticmethod
@@ -148,6 +149,7 @@ class TimmViT(Backbone):
 
 
 def _outline(vit: nn.Module) -> tuple:
-    """What a rebuilt model must have in common: every weight's name and shape, and every module's kind and settings."""
+    """What a rebuilt model must have in common: every weight's name and shape, every module's kind, all eps."""
     weights = tuple((name, tuple(value.shape)) for name, value in vit.state_dict().items())
-    return weights, tuple(m.extra_repr() for m in vit.modules() if isinstance(m, nn.LayerNorm))
+    kinds = tuple(type(m).__name__ for m in vit.modules() if not isinstance(m, nn.LayerNorm))
+    return weights, kinds, tuple(m.eps for m in vit.modules() if isinstance(m, nn.LayerNorm))

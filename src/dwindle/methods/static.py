@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..tokens import Tokens
 from .base import Method, Verdict
@@ -25,3 +26,9 @@ class Static(Method):
     def step(self, depth: int, tokens: Tokens) -> Verdict:
         keep = tokens.decide(depth, torch.ones_like(tokens.place, dtype=torch.bool))
         return Verdict(keep, record={} if tokens.attention is None else {"attention": tokens.attention})
+
+    def macs(self, tokens: Tensor, depth: int) -> Tensor:
+        if not self.attention:
+            return torch.zeros_like(tokens)
+        queries = 1 if self.shape.prefix else tokens
+        return queries * tokens * self.shape.heads * self.shape.head_size  # q k^T, once more

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import load_vit_weights, save
+from ..cost import budget_share
 from ..errors import DwindleError, unknown
 from ..images import Preprocess
 from ..methods.static import Static
@@ -232,7 +233,11 @@ class Run:
         self.epoch = self.recipe.epochs
         images = torch.cat(seen)[:wanted].to(self.device)
         for model in {id(m): m for m in (self.model, self.best_model)}.values():
-            log.info("budget %s: %.4f of the static cost on training images", budget, calibrate(model, images, budget))
+            goal, reached = budget_share(budget, model.backbone.shape), calibrate(model, images, budget)
+            if abs(reached / goal - 1) > 0.02:
+                log.warning(
+                    "asked for %.3f of the static cost, reached %.3f: the method cannot go there", goal, reached
+                )
 
     def _save(self) -> None:
         """The model first, then the state that vouches for it: a kill in between repeats this epoch's saving."""

@@ -1,0 +1,173 @@
+"""Checkpoints: what is saved comes back, and what is damaged or foreign is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+
+import dwindle
+from conftest import BACKBONES, METHODS, build, images_for
+from dwindle.checkpoint import find, load_vit_weights, shipped
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@torch.no_grad()
+def test_round_trip_on_every_backbone(backbone, tmp_path):
+    model = build(backbone, METHODS["AHT"]())
+    model.method.threshold = 1.2
+    dwindle.save(model, tmp_path / "ck", extra={"note": [1, 2]})
+    if model.backbone.describe() is None:  # an architecture that cannot be named: the weights need its model again
+        with pytest.raises(dwindle.DwindleError, match="vit="):
+            dwindle.load(tmp_path / "ck")
+        again = dwindle.load(tmp_path / "ck", vit=BACKBONES[backbone]())
+    else:
+        again = dwindle.load(tmp_path / "ck")
+    images = images_for(model)
+    assert torch.equal(again(images).logits, model(images).logits)
+    assert again.method.threshold == 1.2 and again.extra["note"] == [1, 2] and not again.training
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_round_trip_of_every_method(method, tmp_path):
+    model = build("vit", METHODS[method]())
+    again = dwindle.load(dwindle.save(model, tmp_path / "ck"))
+    assert again.method.config == model.method.config
+    assert torch.equal(again(images_for(model)).logits, model(images_for(model)).logits)
+
+
+def test_only_the_method(tmp_path):
+    model = build("vit", METHODS["AHT"]())
+    dwindle.save(model, tmp_path / "ck", what="method")
+    assert all(name.startswith("method.") for name in load_file(tmp_path / "ck" / "model.safetensors"))
+    with pytest.raises(dwindle.DwindleError, match="vit="):
+        dwindle.load(tmp_path / "ck")
+    vit = BACKBONES["vit"]()
+    vit.load_state_dict(model.vit.state_dict())
+    again = dwindle.load(tmp_path / "ck", vit=vit)
+    assert torch.equal(again(images_for(model)).logits, model(images_for(model)).logits)
+
+
+def test_keys_stay_those_of_the_wrapped_model_and_half_is_only_storage(tmp_path):
+    model = build("vit", METHODS["AHT"]())
+    dwindle.save(model, tmp_path / "ck", half=True)
+    stored = load_file(tmp_path / "ck" / "model.safetensors")
+    vit = BACKBONES["vit"]()
+    assert not vit.load_state_dict({k: v.float() for k, v in stored.items()}, strict=False).missing_keys
+    assert stored["blocks.0.attn.qkv.weight"].dtype == torch.float16
+    again = dwindle.load(tmp_path / "ck")
+    assert again.vit.blocks[0].attn.qkv.weight.dtype == torch.float32
+    assert again.method.gamma.item() == pytest.approx(model.method.gamma.item())
+
+
+def test_saving_over_an_old_one_keeps_other_files(tmp_path):
+    model = build("vit", METHODS["AHT"]())
+    folder = dwindle.save(model, tmp_path / "ck")
+    (folder / "metrics.csv").write_text("mine")
+    dwindle.save(model, folder)
+    assert (folder / "metrics.csv").read_text() == "mine" and sorted(os.listdir(tmp_path)) == ["ck"]
+
+
+def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
+    model = build("vit", METHODS["AHT"]())
+    folder = dwindle.save(model, tmp_path / "ck")
+    before = (folder / "model.safetensors").read_bytes()
+
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        dwindle.save(model, folder)
+    assert (folder / "model.safetensors").read_bytes() == before and sorted(os.listdir(tmp_path)) == ["ck"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return dwindle.save(build("vit", METHODS["AHT"]()), tmp_path / "ck")
+
+
+def edit(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_damaged_and_foreign_checkpoints(folder, tmp_path):
+    def refused(message, **options):
+        with pytest.raises(dwindle.DwindleError, match=message):
+            dwindle.load(folder, **options)
+
+    good = (folder / "config.json").read_text()
+    edit(folder, method={"name": "AHTT", "options": {}})
+    refused("Did you mean 'AHT'")
+    edit(folder, method={"name": "AHT", "options": {"colour": 1}})
+    refused("does not know")
+    edit(folder, method={"name": "AViT", "options": {"target_depth": 2}})
+    refused("does not fit this AViT")
+    edit(folder, library="other")
+    refused("not written by Dwindle")
+    edit(folder, library="dwindle", format=99)
+    refused("format 99")
+    (folder / "config.json").write_text(good[:50])
+    refused("not valid JSON")
+    (folder / "config.json").write_text(good)
+    refused("does not fit this VisionTransformer", vit=BACKBONES["registers"]())
+    refused("belongs to a timm model", vit=BACKBONES["hf_vit"]())
+
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    refused("truncated")
+    (folder / "model.safetensors").unlink()
+    refused("is missing")
+    (folder / "config.json").unlink()
+    refused("no config.json")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(dwindle.DwindleError, match="is a file"):
+        dwindle.load(tmp_path / "file")
+    with pytest.raises(dwindle.DwindleError, match="is a file"):
+        dwindle.save(build("vit", dwindle.Static()), tmp_path / "file")
+
+
+def test_names_and_hub_ids(monkeypatch, folder):
+    with pytest.raises(dwindle.DwindleError, match="Did you mean 'aht_deit_tiny_imagenet'"):
+        dwindle.load("aht_deit_tiny_imagenett")
+    with pytest.raises(dwindle.DwindleError, match="could not be fetched"):
+        dwindle.load("nobody/nothing")
+    asked = {}
+
+    def snapshot_download(name, revision=None, allow_patterns=None):
+        asked.update(name=name, revision=revision, files=allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert dwindle.load("someone/model", revision="v1").method.stages == (1, 2)
+    assert asked == {"name": "someone/model", "revision": "v1", "files": ["config.json", "model.safetensors"]}
+
+
+def test_shipped_checkpoint_is_a_real_aht():
+    assert find("aht_deit_tiny_imagenet") == shipped()["aht_deit_tiny_imagenet"]
+    model = dwindle.load("aht_deit_tiny_imagenet")
+    assert isinstance(model.method, dwindle.AHT) and model.backbone.shape.classes == 1000
+    results = model.extra["results"]
+    assert results["gmacs"] / results["gmacs_static"] == pytest.approx(0.67, rel=0.02)
+
+
+def test_plain_weights(tmp_path):
+    vit = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3)
+    save_file(vit.state_dict(), tmp_path / "w.safetensors")
+    torch.save({"model": vit.state_dict()}, tmp_path / "w.pth")
+    for name in ("w.safetensors", "w.pth"):
+        other = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3)
+        load_vit_weights(other, tmp_path / name)
+        assert torch.equal(other.head.weight, vit.head.weight)
+    torch.save({"model": print}, tmp_path / "evil.pth")  # a pickle that names a function is not loaded
+    for name in ("evil.pth", "missing.pth"):
+        with pytest.raises(dwindle.DwindleError):
+            load_vit_weights(vit, tmp_path / name)
+    with pytest.raises(dwindle.DwindleError, match="does not fit"):
+        load_vit_weights(timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=3), tmp_path / "w.pth")

@@ -1,0 +1,401 @@
+"""The command line: its frozen surface, the JSON each command ends with, and one sentence for each bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import timm
+import torch
+import typer
+from PIL import Image
+
+import dwindle
+from dwindle.cli import app, main
+
+TINY = "--set model=test_vit --set method.stages=(2,4) --set epochs=2 --set batch=4 --device cpu"  # 6 blocks, 64 wide
+ANOTHER_SENTENCE = re.compile(r"[.?!]['\")]* +['\"(]?[A-Z]")
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict:
+        """The last line of stdout, as strict JSON."""
+        assert self.code == 0, self.err
+        return json.loads(self.out.splitlines()[-1], parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def run(line: str, **places: object) -> Done:
+    """One command in this process. Places are filled in after splitting, so that they may hold spaces."""
+    out, err, argv = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["dwindle", *(part.format(**places) for part in line.replace("{tiny}", TINY).split())]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
+            main()
+    finally:
+        sys.argv = argv
+    plain = (re.sub(r"\x1b\[[\d;]*m", "", text.getvalue()) for text in (out, err))
+    return Done(int(end.value.code or 0), *plain)
+
+
+def refused(done: Done, said: str) -> None:
+    """Exit code 2 and exactly one sentence that names what is wrong."""
+    assert done.code == 2, done
+    assert done.out == ""
+    (message,) = done.err.strip().splitlines()
+    assert message.startswith("dwindle: ") and message.endswith((".", "?"))
+    assert said.lower() in message.lower()
+    assert not ANOTHER_SENTENCE.search(message), f"more than one sentence: {message}"
+
+
+def photo(seed: int, size: tuple[int, int] = (32, 32)) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8))
+
+
+def dataset(folder: Path, classes: str) -> None:
+    for split, count in (("train", 4), ("val", 2)):
+        for word in classes:
+            (folder / split / word).mkdir(parents=True)
+            for i in range(count):
+                photo(ord(word) + i).save(folder / split / word / f"{i}.png")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Two threads on two cores that others use too wait for each other, for seconds at a time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, Path]:
+    """Folders by name: good and bad data, images, and checkpoints. Tests leave them as they are."""
+    root = tmp_path_factory.mktemp("cli")
+    made = {name: root / name for name in ("data", "more", "broken", "empty", "img", "run", "static", "nan")}
+    for name, classes in (("data", "abc"), ("more", "abcd"), ("broken", "abc")):
+        dataset(made[name], classes)
+    made["empty"].mkdir()
+    (img := made["img"]).mkdir()
+    photo(0).save(img / "good.png")
+    whole = (img / "good.png").read_bytes()
+    (img / "truncated.png").write_bytes(whole[: len(whole) // 2])
+    (img / "corrupt.png").write_bytes(whole[:60] + bytes(100) + whole[160:])
+    (img / "text.png").write_text("not an image")
+    photo(1).convert("L").save(img / "grey.png")
+    photo(2).convert("RGBA").save(img / "rgba.png")
+    photo(3).convert("CMYK").save(img / "cmyk.jpg")
+    photo(4, (7, 300)).save(img / "oblong.png")
+    for split in ("train", "val"):
+        shutil.copy(img / "truncated.png", made["broken"] / split / "b" / "0.png")
+
+    done = run("train tiny_test --data {data} --out {run} {tiny}", **made)
+    (root / "train.json").write_text(json.dumps(done.json))
+    vit = timm.create_model("test_vit", num_classes=3, img_size=32)
+    dwindle.save(dwindle.adapt(vit, dwindle.Static()), made["static"])
+    weights = safetensors.torch.load_file(made["run"] / "model.safetensors")
+    copy_checkpoint(made["run"], made["nan"])
+    safetensors.torch.save_file({n: w * float("nan") for n, w in weights.items()}, made["nan"] / "model.safetensors")
+    return made | {"root": root}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """An empty current folder, where the default places of output lie too."""
+    monkeypatch.delenv("DWINDLE_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def copy_checkpoint(source: Path, to: Path) -> None:
+    to.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(source / name, to / name)
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*")}
+
+
+def test_commands_and_flags_are_frozen():
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    found = {
+        name: [p.opts[0] if p.param_type_name == "option" else p.name.upper() for p in command.params]
+        for name, command in commands.items()
+    }
+    assert found == {
+        "demo": ["--out", "--device"],
+        "train": ["RECIPE", "--data", "--out", "--eval-data", "--set", "--resume", "--limit", "--device"],
+        "eval": ["CHECKPOINT", "--data", "--layout", "--threshold", "--batch", "--limit", "--workers", "--device"],
+        "bench": ["MODEL", "--batch", "--fraction", "--dtype", "--seconds", "--device"],
+        "view": ["CHECKPOINT", "IMAGES", "--out", "--threshold", "--device"],
+        "methods": [],
+    }
+    for name in found:
+        done = run(f"{name} --help")
+        assert done.code == 0
+        assert all(flag in done.out for flag in found[name] if flag.startswith("--"))
+
+
+def test_version_as_a_process():
+    line = [sys.executable, "-c", "from dwindle.cli import main; main()", "--version"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"dwindle {dwindle.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("nonsense", "nonsense"),
+        ("eval {run}", "--data"),
+        ("eval {run} --data {data} --batch abc", "--batch"),
+        ("view {run}", "images"),
+        ("bench test_vit --nonsense", "--nonsense"),
+    ],
+)
+def test_usage(line, said, places, here):
+    done = run(line, **places)
+    assert done.code == 2 and done.out == "" and said in done.err.lower() and "Traceback" not in done.err
+
+
+def test_demo(here, monkeypatch):
+    def once(calls, seconds, device):
+        for call in calls:
+            call()
+        return [[3.0], [2.0]]
+
+    monkeypatch.setattr("dwindle.demo.milliseconds", once)
+    result = run("demo --out figures --device cpu").json
+    assert {"images", "gmacs", "gmacs_static", "speedup", "figures"} <= result.keys()
+    assert len(result["images"]) >= 4 and result["speedup"] == 1.5
+    for image in result["images"]:
+        assert {"image", "label", "confidence", "depth", "gmacs"} <= image.keys()
+        assert isinstance(image["label"], str) and 0 < image["confidence"] <= 1
+    assert sorted(result["figures"]) == sorted(str(p) for p in Path("figures").iterdir())
+    assert 0 < result["gmacs"] < result["gmacs_static"] == pytest.approx(1.26, abs=0.01)
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [{k: v for k, v in row.items() if k != "images_per_s"} for row in csv.DictReader(file)]
+
+
+def test_train(places):
+    result = json.loads((places["root"] / "train.json").read_text())
+    assert result["out"] == str(places["run"]) and result["epoch"] == 2
+    assert {"top1", "gmacs", "gmacs_static", "total", "task", "cost"} <= result.keys()
+    assert [row["epoch"] for row in rows_of(places["run"])] == ["1", "2"]
+    assert not [p.name for p in places["run"].iterdir() if p.name.startswith(".")]
+    model = dwindle.load(places["run"])
+    assert type(model.method).__name__ == "AHT" and model.method.stages == (2, 4)
+    assert model.backbone.shape.classes == 3 and model.backbone.shape.image == (32, 32)
+
+
+def test_set_changes_what_is_trained(places, here):
+    # Level 10 of RandAugment reaches the ends of every operation's range.
+    more = "--set augment=rand-m10-n8-p1-inc1 --set method.threshold=2.0 --set ema=0.5 --set epochs=1 --limit 8"
+    result = run(f"train tiny_test --data {{data}} --out run {{tiny}} {more}", **places).json
+    assert result["epoch"] == 1 and result["images"] == 6
+    config = json.loads(Path("run/config.json").read_text())
+    assert config["extra"]["recipe"]["ema"] == 0.5 and config["extra"]["recipe"]["epochs"] == 1
+    assert config["extra"]["recipe"]["method_options"]["threshold"] == 2.0
+
+
+def test_stopped_run_resumes_to_the_same_end(places, here, monkeypatch):
+    from dwindle.train.loop import Run
+
+    train_epoch = Run._train_epoch
+
+    def stopped(self, tick):
+        if self.epoch == 1:
+            raise KeyboardInterrupt
+        return train_epoch(self, tick)
+
+    line = "train tiny_test --data {data} --out run {tiny}"
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_train_epoch", stopped)
+        assert run(line, **places).code == 130
+    assert len(rows_of(Path("run"))) == 1
+    assert run(f"{line} --resume", **places).json["epoch"] == 2
+    assert rows_of(Path("run")) == rows_of(places["run"])
+    ours, theirs = (safetensors.torch.load_file(at / "model.safetensors") for at in (Path("run"), places["run"]))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert run(f"{line} --resume", **places).json["epoch"] == 2  # nothing left to do is no mistake
+
+
+def test_eval(places, here):
+    packed = run("eval {run} --data {data} --device cpu", **places).json
+    assert set(packed) == {"top1", "top5", "gmacs", "gmacs_static", "depth", "images", "images_per_s"}
+    assert packed["images"] == 6
+    masked = run("eval {run} --data {data} --layout masked --workers 0", **places).json
+    assert all(masked[k] == packed[k] for k in packed if k != "images_per_s")
+    assert run("eval {run} --data {data} --workers 0 --limit 4 --batch 3", **places).json["images"] == 4
+    low, high = (run(f"eval {{run}} --data {{data}} --workers 0 --threshold {t}", **places).json for t in (0.1, 9))
+    assert low["depth"] < high["depth"] and low["gmacs"] < high["gmacs"]
+
+
+@pytest.mark.parametrize("model", ["{run}", "test_vit"])
+def test_bench(model, places):
+    result = run(f"bench {model} --batch 1,2 --fraction 1.0,0.6 --seconds 0 --device cpu", **places).json
+    assert {"rows", "device", "torch"} <= result.keys()
+    assert [(row["batch"], row["fraction"]) for row in result["rows"]] == [(1, 1.0), (1, 0.6), (2, 1.0), (2, 0.6)]
+    for row in result["rows"]:
+        assert min(row[name] for name in ("static_ms", "adaptive_ms", "speedup")) > 0
+
+
+def test_view_takes_any_kind_of_image(places, here):
+    names = ["grey.png", "rgba.png", "cmyk.jpg", "oblong.png"]
+    result = run("view {run} " + " ".join(f"{{img}}/{n}" for n in names) + " --out figures", **places).json
+    assert [image["image"] for image in result["images"]] == names
+    assert {image["label"] for image in result["images"]} <= set("abc")
+    assert sorted(result["figures"]) == sorted(str(p) for p in Path("figures").iterdir())
+
+
+def test_methods():
+    rows = run("methods").json["methods"]
+    assert {"AHT", "AViT", "Static"} <= {row["name"] for row in rows}
+    assert all({"name", "paper", "about", "settings"} <= row.keys() for row in rows)
+
+
+def test_names_are_not_markup(places, here):
+    Path("a[").mkdir()
+    Path("a[/b] c").symlink_to(places["data"])
+    assert run("eval {run} --data {odd} --workers 0", **places, odd="a[/b] c").json["images"] == 6
+    refused(run("view {run} {odd}", **places, odd="[red]none.png"), "'[red]none.png'")
+
+
+# Bad input: a command and what its message must name
+
+BAD = {
+    "view {run} {img}/corrupt.png": "corrupt.png",
+    "view {run} {img}/good.png {img}/truncated.png": "truncated.png",
+    "view {run} {img}/none.png": "none.png",
+    "view {run} {img}/text.png": "text.png",
+    "view {run} {img}": "img",
+    "view {nan} {img}/good.png": "nan",
+    "view {run} {img}/good.png --threshold 0": "--threshold",
+    "view {run} {img}/good.png --out {img}/text.png": "text.png",
+    "view {run} {img}/good.png --out {img}/text.png/sub": "text.png",
+    "eval {run} --data {data} --layout packd": "'packed'",
+    "eval {run} --data {data} --device cude": "'cuda'",
+    "eval {run} --data {data} --device cpu:abc": "cpu:abc",
+    "eval {run} --data {data} --threshold -1": "--threshold",
+    "eval {static} --data {data} --threshold 1": "Static",
+    "eval {run} --data {data} --batch 0": "--batch",
+    "eval {run} --data {data} --limit 0": "--limit",
+    "eval {run} --data {data} --workers -1": "workers",
+    "eval {run} --data cifar10": "'cifar100'",
+    "eval {run} --data cifar100": "DWINDLE_DATA",
+    "eval {run} --data owner/nope": "owner/nope",
+    "eval {run} --data {img}/text.png": "text.png",
+    "eval {run} --data {empty}": "empty",
+    "eval {run} --data {more}": "3 classes",
+    "eval {run} --data {broken} --workers 0": "0.png",
+    "eval {run} --data {broken} --workers 2": "0.png",
+    "eval {nan} --data {data} --workers 0": "nan",
+    "eval nope --data {data}": "nope",
+    "eval aht_deit_tiny --data {data}": "'aht_deit_tiny_imagenet'",
+    "eval owner/nope --data {data}": "owner/nope",
+    "eval {img}/text.png --data {data}": "text.png",
+    "eval {data} --data {data}": "config.json",
+    "bench deit_smal_patch16_224": "'deit_small_patch16_224'",
+    "bench resnet18": "resnet",
+    "bench {run} --batch 0": "--batch",
+    "bench {run} --batch abc": "--batch",
+    "bench {run} --fraction 2": "fraction",
+    "bench {run} --dtype fp33": "'fp32'",
+    "bench {run} --device tpu": "'cpu'",
+    "demo --out {img}/text.png": "text.png",
+    "train tiny_tst --data {data} --out run {tiny}": "'tiny_test'",
+    "train tiny_test --data {empty} --out run {tiny}": "empty",
+    "train tiny_test --data {broken} --out run {tiny}": "0.png",
+    "train tiny_test --data {broken} --out run {tiny} --set workers=2": "0.png",
+    "train tiny_test --data {data} --eval-data {more} --out run {tiny}": "3 classes",
+    "train tiny_test --data {data} --out {img}/text.png {tiny}": "text.png",
+    "train tiny_test --data {data} --out {img}/text.png/sub {tiny}": "text.png",
+    "train tiny_test --data {data} --out run {tiny} --limit 0": "limit",
+    "train tiny_test --data {data} --out run {tiny} --resume": "--resume",
+    "train tiny_test --data {data} --out {run} {tiny}": "--resume",
+    "train tiny_test --data {data} --out {run} {tiny} --resume --set lr=0.5": "lr",
+    "train tiny_test --data {more} --out {run} {tiny} --resume": "run",
+}
+
+BAD_SETTINGS = """
+nonsense: key=value | epoch=3: 'epochs' | epochs=abc: int | epochs=True: int | epochs=none: epochs | epochs=0: epochs
+batch=0: batch | lr=-1: lr | seed=-1: seed | workers=-1: workers | smoothing=2: smoothing | min_scale=-1: min_scale
+image_size=33: 33 | augment=nonsense: nonsense | weights=none.pth: none.pth | weights=5: weights | teacher=5: teacher
+teacher=statc: 'static' | model=test_vt: 'test_vit' | model=resnet18: resnet | method=AHTT: 'AHT'
+method.budgt=1: 'budget' | method.budget=2: budget | method.stages=(0,3): 1..5 | method.stages=(3,6): 1..5
+method.stages=3: stages | method.threshold=0: threshold | method.threshold=abc: threshold | method.neuron=9999: neuron
+"""
+for row in re.split(r" \| |\n", BAD_SETTINGS.strip()):
+    setting, word = row.split(": ")
+    BAD[f"train tiny_test --data {{data}} --out run {{tiny}} --set {setting}"] = word
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input(line, places, here):
+    before = contents(places["root"])
+    refused(run(line, **places), BAD[line])
+    assert not list(here.iterdir()), "something was left behind"
+    assert contents(places["root"]) == before
+
+
+DAMAGE = {  # of config.json, and what the message must name
+    "format": (lambda c: c.update(format=9), "format 9"),
+    "foreign": (lambda c: c.pop("library"), "config.json"),
+    "no backbone": (lambda c: c.pop("backbone"), "config.json"),
+    "unknown method": (lambda c: c["method"].update(name="AHTT"), "'AHT'"),
+    "other method": (lambda c: c["method"].update(name="AViT"), "AViT"),
+    "unknown setting": (lambda c: c["method"]["options"].update(nonsense=1), "nonsense"),
+    "stages": (lambda c: c["method"]["options"].update(stages=[0, 3]), "1..5"),
+    "unknown backbone": (lambda c: c["backbone"].update(model="test_vt"), "'test_vit'"),
+    "CNN": (lambda c: c["backbone"].update(model="resnet18"), "resnet"),
+    "other backbone": (lambda c: c["backbone"].update(model="vit_tiny_patch16_224"), "does not fit"),
+    "unknown family": (lambda c: c["backbone"].update(family="tim"), "'timm'"),
+    "preprocess": (lambda c: c["extra"].update(preprocess=3), "preprocess"),
+    "method only": (lambda c: c.update(saved="method"), "backbone"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_config(damage, places, here):
+    copy_checkpoint(places["run"], here / "bad")
+    config = json.loads(Path("bad/config.json").read_text())
+    DAMAGE[damage][0](config)
+    Path("bad/config.json").write_text(json.dumps(config))
+    refused(run("eval bad --data {data} --workers 0", **places), DAMAGE[damage][1])
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("keep", [None, 0, 5, 1000])
+def test_truncated_checkpoint(name, keep, places, here):
+    copy_checkpoint(places["run"], here / "bad")
+    whole = Path("bad", name).read_bytes()
+    Path("bad", name).unlink()
+    if keep is not None:
+        Path("bad", name).write_bytes(whole[:keep])
+    refused(run("eval bad --data {data} --workers 0", **places), name)
+
+
+def test_damaged_state(places, here):
+    shutil.copytree(places["run"], "run")
+    Path("run/state.pt").write_bytes(Path("run/state.pt").read_bytes()[:1000])
+    refused(run("train tiny_test --data {data} --out run {tiny} --resume", **places), "state.pt")

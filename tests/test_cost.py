@@ -1,0 +1,71 @@
+"""MACs: the papers' figures, and torch's own counter on what was really executed."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import dwindle
+from conftest import BACKBONES, METHODS, build, images_for
+from dwindle.backbones import backbone_of
+from dwindle.bench import forced_depths
+from dwindle.cost import static_macs
+
+
+def counted(call) -> float:
+    """MACs by torch's counter, which sees attention on a CPU only as plain matrix products."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        call()
+    return counter.get_total_flops() / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "gmacs"),
+    [("deit_tiny_patch16_224", 1.26), ("deit_small_patch16_224", 4.6), ("deit_base_patch16_224", 17.6)],
+)
+def test_the_papers_figures(name, gmacs):
+    with torch.device("meta"):
+        vit = timm.create_model(name)
+    assert static_macs(backbone_of(vit).shape) / 1e9 == pytest.approx(gmacs, rel=0.01)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_what_was_executed(backbone, method):
+    model = build(backbone, METHODS[method]())
+    if backbone == "attention_pool":
+        pytest.skip("the attention pooling of the readout is not in the closed form")
+    images = images_for(model, 3)
+    out = model(images)
+    # torch does not count gamma * f, which is no matrix product; a tiny model shows it, a real one does not.
+    scalar = float(out.trace.counts.sum()) if method.startswith(("AHT", "AViT")) else 0.0
+    assert float(model.macs(out.trace).sum()) - scalar == pytest.approx(counted(lambda: model(images)), rel=0.01)
+    expected = counted(lambda: model.vit(images)) / 3
+    assert model.static_macs() == pytest.approx(expected, rel=0.01)
+
+
+def test_deit_small_packed_within_one_percent():
+    model = dwindle.adapt(timm.create_model("deit_small_patch16_224"), dwindle.AHT()).eval()
+    images = torch.randn(2, 3, 224, 224)
+    depths = forced_depths(2, model.backbone.shape, 0.52)
+    with torch.no_grad():
+        out = model(images, depths=depths)
+    assert float(model.macs(out.trace).sum()) == pytest.approx(counted(lambda: model(images, depths=depths)), rel=0.01)
+    assert float(model.macs(out.trace).mean()) / model.static_macs() == pytest.approx(0.52, abs=0.02)
+
+
+def test_forced_depths_have_exactly_the_share():
+    shape = backbone_of(BACKBONES["registers"]()).shape
+    for fraction in (1.0, 0.83, 0.52):
+        depths = forced_depths(6, shape, fraction)
+        assert depths.shape == (6, shape.tokens()) and depths.min() >= 1 and depths.max() <= shape.blocks
+        assert (depths[:, : shape.prefix] == shape.blocks).all()
+        assert float(depths.sum()) == round(fraction * depths.numel() * shape.blocks)
+    lengths = (forced_depths(6, shape, 0.52) > 2).sum(1)
+    assert len(lengths.unique()) > 1
+    for wrong in (0.0, 1.5):
+        with pytest.raises(dwindle.DwindleError, match="fraction"):
+            forced_depths(1, shape, wrong)

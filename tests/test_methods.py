@@ -1,0 +1,294 @@
+"""AHT-ViT and A-ViT against their equations, written out plainly."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import timm
+import torch
+
+import dwindle
+from conftest import METHODS, build, images_for
+from dwindle.methods.aht import PRESETS
+from dwindle.methods.base import halting_distribution, halting_kl, normalised_gaussian
+
+
+def algorithm_1(model: dwindle.AdaptiveViT, images: torch.Tensor):
+    """A-ViT's Algorithm 1, one image and one token at a time, on the timm model itself."""
+    vit, method = model.vit, model.method
+    outs, ponders, exits = [], [], []
+    for image in images:
+        t = model.backbone.embed(image[None])
+        count = t.shape[1]
+        cumulative, remainder = [0.0] * count, [1.0] * count
+        rho, live, out = [0.0] * count, [True] * count, torch.zeros_like(t)
+        depth = [0] * count
+        for layer, block in enumerate(vit.blocks, 1):
+            rows = [k for k in range(count) if live[k]]
+            if rows:
+                t[:, rows] = block(t[:, rows])
+            for k in rows:
+                h = 1.0 if layer == len(vit.blocks) else float(torch.sigmoid(method.gamma * t[0, k, 0] + method.beta))
+                cumulative[k] += h
+                rho[k] += 1
+                depth[k] += 1
+                if cumulative[k] < 1 - method.eps:
+                    out[0, k] += h * t[0, k]
+                    remainder[k] -= h
+                else:
+                    out[0, k] += remainder[k] * t[0, k]
+                    rho[k] += remainder[k]
+                    live[k] = False
+        outs.append(vit.forward_head(vit.norm(out)))
+        ponders.append(sum(rho) / count)
+        exits.append(depth)
+    return torch.cat(outs), sum(ponders) / len(ponders), torch.tensor(exits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ["packed", "masked"])
+def test_avit_is_algorithm_1(layout):
+    model = build("vit", dwindle.AViT(gamma=1.5, beta=-1.0, target_depth=2), torch.float64)
+    images = images_for(model, 3, torch.float64)
+    out = model(images, layout=layout)
+    logits, ponder, exits = algorithm_1(model, images)
+    assert torch.equal(out.trace.depth, exits)
+    torch.testing.assert_close(out.logits, logits)
+    assert float(model.method.losses(out.trace)["ponder"]) == pytest.approx(ponder)
+
+
+@torch.no_grad()
+def test_avit_prior():
+    """Eq. 11-12: the mean score of each layer, halted tokens counting 0, against a Gaussian; both sum to 1."""
+    model = build("vit", dwindle.AViT(gamma=1.5, beta=-1.0, target_depth=3), torch.float64)
+    out = model(images_for(model, 3, torch.float64))
+    halting = out.trace.scores.mean((1, 2))
+    halting = halting / halting.sum()
+    layers = torch.arange(1, 5, dtype=torch.float64)
+    target = torch.exp(-((layers - 3) ** 2) / 2)
+    target = target / target.sum()
+    expected = (halting * (halting / target).log()).sum()
+    assert float(model.method.losses(out.trace)["prior"]) == pytest.approx(float(expected), rel=1e-4)
+    assert model.method.loss_weights == {"ponder": 5e-4, "prior": 0.1}
+    fresh = dwindle.AViT()
+    assert (fresh.gamma.item(), fresh.beta.item(), fresh.eps, fresh.threshold) == (5, -10, 0.01, 0.99)
+
+
+@torch.no_grad()
+def test_aht_supervisor_is_section_3_3():
+    """Listing 1.1 by hand: h from neuron 0 after the MLP's first linear layer, C += h, halt at C >= T."""
+    model = build("vit", dwindle.AHT.as_printed(stages=(1,), gamma=2.0, beta=-1.0, neuron=3, halt_class=True))
+    images = images_for(model, 1)
+    out = model(images)
+    t = model.backbone.embed(images)
+    live, cumulative, depth = torch.ones(17, dtype=torch.bool), torch.zeros(17), torch.zeros(17, dtype=torch.long)
+    for block in model.vit.blocks:
+        caught = []
+        handle = block.mlp.fc1.register_forward_hook(lambda m, i, o, caught=caught: caught.append(o))
+        t[:, live] = block(t[:, live])
+        handle.remove()
+        cumulative[live] += torch.sigmoid(model.method.gamma * caught[0][0, :, 3] + model.method.beta)
+        depth[live] += 1
+        live = live & (cumulative < 1.0)
+    assert torch.equal(out.trace.depth[0], depth)
+    torch.testing.assert_close(out.logits, model.vit.forward_head(model.vit.norm(t)), atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_planners_are_small_and_within_range_and_silent_for_the_halted():
+    small = dwindle.adapt(timm.create_model("deit_small_patch16_224"), dwindle.AHT())
+    assert sum(p.numel() for p in small.method.planners.parameters()) < 500_000
+    for name in ("AHT", "AHT_printed"):
+        model = build("vit", METHODS[name]())
+        out = model(images_for(model))
+        assert set(out.trace.plans) == set(model.method.stages)
+        for stage, plan in out.trace.plans.items():
+            assert torch.equal(plan.isnan(), out.trace.depth < stage)
+            spoken = plan[~plan.isnan()]
+            assert spoken.min() >= 1 and spoken.max() <= 4
+
+
+@torch.no_grad()
+def test_planner_sees_the_token_and_the_mean_over_live_tokens():
+    model = build("vit", METHODS["AHT_printed"](), torch.float64)
+    out = model(images_for(model, 2, torch.float64), layout="packed")
+    planner = model.method.planners["1"]
+    x = model.vit.blocks[0](model.backbone.embed(images_for(model, 2, torch.float64)))
+    joint = torch.cat([x, x.mean(1, keepdim=True).expand_as(x)], -1)  # everyone is live in the first block
+    weight = torch.cat([planner.token.weight, planner.context.weight], 1)
+    hidden = torch.relu(joint @ weight.T + planner.token.bias)
+    expected = 1 + 3 * torch.sigmoid(hidden @ planner.out.weight[0] + planner.out.bias)
+    torch.testing.assert_close(out.trace.plans[1], expected)
+
+
+def test_halting_distribution():
+    h = torch.tensor([0.2, 0.3, 0.6, 0.0], dtype=torch.float64)[:, None, None]
+    live = torch.tensor([True, True, True, False])[:, None, None]
+    act = halting_distribution(h, live, "act")[:, 0, 0]
+    torch.testing.assert_close(act, torch.tensor([0.2, 0.3, 0.5, 0.0], dtype=torch.float64))
+    hazard = halting_distribution(h, live, "hazard")[:, 0, 0]
+    torch.testing.assert_close(hazard, torch.tensor([0.2, 0.8 * 0.3, 0.8 * 0.7, 0.0], dtype=torch.float64))
+    target = normalised_gaussian(torch.tensor(2.5, dtype=torch.float64), 4, 1.0)
+    torch.testing.assert_close(target.sum(), torch.tensor(1.0, dtype=torch.float64))
+    assert target[1] == target[2] > target[0]
+    assert halting_kl(target, target) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("p_actual", ["act", "hazard"])
+@pytest.mark.parametrize("ponder", ["expected", "remainder"])
+@pytest.mark.parametrize("halted_plans", ["skip", "zero"])
+def test_aht_losses_are_the_equations(p_actual, ponder, halted_plans):
+    options = {"p_actual": p_actual, "ponder": ponder, "halted_plans": halted_plans}
+    model = build("vit", dwindle.AHT.as_printed(stages=(1, 3), gamma=2.0, beta=-1.0, **options), torch.float64).train()
+    out = model(images_for(model, 2, torch.float64))
+    terms = model.loss(out, torch.tensor([0, 1]))
+    trace, layers = out.trace, torch.arange(1.0, 5.0, dtype=torch.float64)
+    total_ponder, total_kl = [], {1: [], 3: []}
+    for b in range(2):
+        for k in range(1, 17):  # the class token does not halt and is left out
+            n, h = int(trace.depth[b, k]), trace.scores[:, b, k]
+            p = torch.zeros(4, dtype=torch.float64)
+            rest = 1.0
+            for layer in range(n - 1):
+                p[layer] = h[layer] if p_actual == "act" else rest * h[layer]
+                rest = rest - h[layer] if p_actual == "act" else rest * (1 - h[layer])
+            p[n - 1] = rest
+            total_ponder.append((layers * p).sum() if ponder == "expected" else n + rest)
+            for stage, plan in trace.plans.items():
+                centre = plan[b, k]
+                if centre.isnan():
+                    if halted_plans == "skip":
+                        continue
+                    centre = torch.tensor(0.0)
+                q = torch.exp(-((layers - centre) ** 2) / 2)
+                q = q / q.sum()
+                total_kl[stage].append((p * ((p + 1e-8).log() - (q + 1e-8).log())).sum())
+    assert terms["ponder"].item() == pytest.approx(
+        torch.stack([torch.as_tensor(v).detach() for v in total_ponder]).mean().item()
+    )
+    per_stage = [torch.stack(values).mean() for values in total_kl.values()]
+    assert terms["target_depth"].item() == pytest.approx(torch.stack(per_stage).mean().item(), rel=1e-5)
+    assert float(terms["total"]) == pytest.approx(
+        float(terms["task"] + 5e-2 * terms["ponder"] + 0.5 * terms["target_depth"])
+    )
+    terms["ponder"].backward()
+    assert model.method.gamma.grad.abs() > 0 and model.method.beta.grad.abs() > 0
+
+
+def test_presets_are_table_2():
+    assert {name: (p["lambda_p"], p["lambda_t"]) for name, p in PRESETS.items()} == {
+        "high_accuracy": (1e-3, 1.0), "balanced": (5e-2, 0.5), "high_efficiency": (1e-2, 0.2),
+    }  # fmt: skip
+    assert dwindle.AHT.preset("balanced", stages=(2,)).config["lambda_t"] == 0.5
+    assert dwindle.AHT.as_printed().budget is None
+    with pytest.raises(dwindle.DwindleError, match="Did you mean 'balanced'"):
+        dwindle.AHT.preset("balansed")
+
+
+def test_the_task_reaches_the_planners_through_the_hard_decision():
+    for straight, reached in ((True, True), (False, False)):
+        model = build("vit", METHODS["AHT"]())
+        model.method.straight_through = straight
+        model.train()
+        out = model(images_for(model))
+        torch.nn.functional.cross_entropy(out.logits, torch.arange(5)).backward()
+        gradients = [p.grad for p in model.method.planners["1"].parameters()]
+        assert any(g is not None and g.abs().max() > 0 for g in gradients) == reached
+
+
+def test_detach_keeps_halting_gradients_out_of_the_backbone():
+    for detach in (True, False):
+        model = build("vit", METHODS["AHT"]())
+        model.method.detach = detach
+        model.train()
+        terms = model.loss(model(images_for(model)), torch.arange(5))
+        (terms["ponder"] + terms["target_depth"]).backward()
+        touched = {n for n, p in model.vit.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+        if detach:  # the borrowed neuron alone: one row of each MLP's first layer
+            # Nobody decides after the last block, so its neuron is not asked.
+            assert touched == {f"blocks.{i}.mlp.fc1.{w}" for i in range(3) for w in ("weight", "bias")}
+            assert all((model.vit.blocks[i].mlp.fc1.weight.grad[1:] == 0).all() for i in range(3))
+        else:
+            assert "patch_embed.proj.weight" in touched
+
+
+def planned(**options) -> dwindle.AdaptiveViT:
+    """An AHT whose supervisors add nothing of their own to the plan."""
+    model = build("vit", dwindle.AHT(stages=(1, 2), **options))
+    model.method.bar.fill_(-2.0)
+    for block in model.vit.blocks:
+        torch.nn.init.zeros_(block.mlp.fc1.weight[0])
+        torch.nn.init.zeros_(block.mlp.fc1.bias[0:1])
+    return model
+
+
+def test_training_moves_the_bar_towards_the_budget():
+    model = planned(budget=0.8, ramp=0.0)
+    model.train()
+    images, costs = images_for(model, 8), []
+    for _ in range(120):
+        out = model(images)
+        model.loss(out, torch.zeros(8, dtype=torch.long))
+        costs.append(float(model.macs(out.trace).mean() / model.static_macs()))
+    assert costs[0] > 0.85 and abs(sum(costs[-10:]) / 10 - 0.8) < 0.02
+
+
+def test_a_budget_can_be_set_after_training_and_the_threshold_trades_cost():
+    for name in ("AHT", "AHT_printed", "AViT"):
+        model = planned() if name == "AHT" else build("vit", METHODS[name]())
+        images = images_for(model, 16)
+        model.train()
+        with torch.no_grad():
+            for _ in range(100):  # the planners' running moments settle
+                model(images)
+        model.eval()
+        for budget in (0.8, 0.85, 0.9):
+            reached = dwindle.calibrate(model, images, budget)
+            assert abs(reached - budget) < 0.03, (name, budget)
+        costs = []
+        for threshold in (0.3, 0.7, 1.0, 1.5, 2.5):
+            model.method.threshold = threshold
+            costs.append(float(model.macs(model(images).trace).mean()))
+        assert costs == sorted(costs) and costs[0] < costs[-1]
+    share = dwindle.calibrate(model, images, f"{0.8 * model.static_macs() / 1e9}G")
+    assert abs(share - 0.8) < 0.02
+
+
+def test_teacher_grounds_the_planners():
+    model = build("vit", METHODS["AHT"]())
+    teacher = dwindle.adapt(copy.deepcopy(model).unwrap(), dwindle.Static(attention=True)).eval()
+    images = images_for(model)
+    model.train()
+    with torch.no_grad():
+        taught = teacher(images)
+    torch.testing.assert_close(taught.trace.stack("attention").sum(-1), torch.ones(4, 5))
+    terms = model.loss(model(images), torch.arange(5), taught, label_weight=0.0)
+    assert {"task", "distill", "ponder", "target_depth", "importance", "total"} == set(terms)
+    assert terms["distill"] >= 0
+    terms["importance"].backward()
+    assert model.method.planners["1"].token.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dwindle.AHT(threshold=0), "threshold = 0"),
+        (lambda: dwindle.AHT(threshold=-1.0), "above 0"),
+        (lambda: dwindle.AViT(threshold=0.0), "above 0"),
+        (lambda: dwindle.AViT(eps=1.5), "between 0 and 1"),
+        (lambda: dwindle.AHT(sigma=0), "sigma = 0"),
+        (lambda: dwindle.AHT(p_actual="acts"), "Did you mean 'act'"),
+        (lambda: build("vit", dwindle.AHT(stages=(0, 2))), r"blocks 1..3"),
+        (lambda: build("vit", dwindle.AHT(stages=(4,))), r"blocks 1..3"),
+        (lambda: build("vit", dwindle.AHT(stages=())), "stages"),
+        (lambda: build("vit", dwindle.AHT(stages=(1,), budget=1.5)), "budget"),
+        (lambda: build("vit", dwindle.AHT(stages=(1,), budget="many")), "budget"),
+        (lambda: build("vit", dwindle.AViT(target_depth=9)), "1..4"),
+        (lambda: build("vit", dwindle.AViT(target_depth=2, neuron=99)), "neuron"),
+        (lambda: dwindle.calibrate(build("vit", dwindle.Static()), torch.zeros(1, 3, 32, 32), 0.5), "nothing to turn"),
+    ],
+)
+def test_settings_out_of_range(make, message):
+    with pytest.raises(dwindle.DwindleError, match=message):
+        make()

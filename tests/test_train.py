@@ -1,0 +1,176 @@
+"""The training loop: it learns, holds a budget, and a killed run resumes to the same weights."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import dwindle
+from dwindle.recipes import tiny_test
+from dwindle.train.loop import Run, build_vit, parameter_groups
+from dwindle.train.recipe import Recipe, changed, find_recipe
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Two classes a small model tells apart at once: bright on the left, bright on the right."""
+    root, generator = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for split, count in (("train", 16), ("val", 6)):
+        for side, name in enumerate(("left", "right")):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = generator.integers(0, 60, (40, 40, 3))
+                pixels[:, side * 20 : side * 20 + 20] += 150
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
+    return str(root)
+
+
+def small(**options) -> Recipe:
+    settings = {"model": "test_vit", "image_size": None, "method_options": {"stages": (2, 3), "budget": 0.8}}
+    return dataclasses.replace(tiny_test(), **{**settings, **options})
+
+
+@pytest.fixture(autouse=True)
+def tiny_model(monkeypatch):
+    """A model small enough for tests, by timm's own registry."""
+    import timm
+    from timm.models.vision_transformer import VisionTransformer
+
+    create, known = timm.create_model, timm.is_model
+
+    def create_model(name, pretrained=False, num_classes=1000, **options):
+        if name != "test_vit":
+            return create(name, pretrained=pretrained, num_classes=num_classes, **options)
+        return VisionTransformer(img_size=32, patch_size=8, embed_dim=16, depth=5, num_heads=2, num_classes=num_classes)
+
+    monkeypatch.setattr(timm, "create_model", create_model)
+    monkeypatch.setattr(timm, "is_model", lambda name: name == "test_vit" or known(name))
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def train(recipe, data, out, **options) -> Run:
+    run = Run(recipe, data, out, device="cpu", **options)
+    for _ in run.epochs():
+        pass
+    return run
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_killed_run_resumes_to_the_same_weights(data, tmp_path, resident):
+    recipe = small(epochs=3, ema=0.9, resident=resident, teacher="static")
+    whole = train(recipe, data, tmp_path / "whole")
+    killed = Run(recipe, data, tmp_path / "killed", device="cpu")
+    epochs = killed.epochs()
+    next(epochs)
+    del epochs, killed  # as a kill between two epochs
+    torch.manual_seed(123)
+    resumed = train(recipe, data, tmp_path / "killed", resume=True)
+    for name, value in weights(tmp_path / "whole").items():
+        assert torch.equal(value, weights(tmp_path / "killed")[name]), name
+    assert [row["total"] for row in whole.history] == [row["total"] for row in resumed.history]
+
+
+def test_a_kill_in_the_middle_of_an_epoch_loses_only_that_epoch(data, tmp_path):
+    recipe = small(epochs=2)
+    train(recipe, data, tmp_path / "whole")
+    run = Run(recipe, data, tmp_path / "killed", device="cpu")
+
+    def tick(step, *_):
+        if step == run.steps_per_epoch + 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(run.epochs(tick))
+    train(recipe, data, tmp_path / "killed", resume=True)
+    for name, value in weights(tmp_path / "whole").items():
+        assert torch.equal(value, weights(tmp_path / "killed")[name]), name
+
+
+@pytest.mark.parametrize("method", ["AHT", "AViT", "Static"])
+def test_every_method_learns_in_the_one_loop(method, data, tmp_path):
+    options = {"AHT": {"stages": (2, 3), "budget": 0.8}, "AViT": {"target_depth": 4}, "Static": {}}[method]
+    recipe = small(method=method, method_options=options, epochs=8, lr=3e-3, augment=None, min_scale=0.9, eval_every=8)
+    recipe = dataclasses.replace(recipe, smoothing=0.0, model="test_vit")
+    run = train(recipe, data, tmp_path / "run")
+    assert run.history[-1]["task"] < run.history[0]["task"]
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8 and float(rows[-1]["total"]) == pytest.approx(run.history[-1]["total"])
+    model = dwindle.load(tmp_path / "run")
+    assert model.extra["classes"] == ["left", "right"] and model.extra["preprocess"]["size"] == 32
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+def test_learning_rates_and_decay():
+    recipe = small(lr=1e-4, method_lr=1e-2)
+    model = dwindle.adapt(build_vit(recipe, 2), recipe.make_method())
+    groups = {(g["lr"], g["weight_decay"]): len(g["params"]) for g in parameter_groups(model, recipe)}
+    assert set(groups) == {(1e-4, 0.05), (1e-4, 0.0), (1e-2, 0.05), (1e-2, 0.0)}
+    assert sum(groups.values()) == len(list(model.parameters()))
+    model.vit.requires_grad_(False)
+    assert all(g["lr"] == 1e-2 for g in parameter_groups(model, recipe))
+
+
+def test_weights_from_a_file_with_another_head_and_size(tmp_path):
+    dwindle_vit = build_vit(small(), 1000)
+    torch.save(dwindle_vit.state_dict(), tmp_path / "w.pth")
+    vit = build_vit(small(weights=str(tmp_path / "w.pth"), image_size=64), 3)
+    assert vit.head.out_features == 3 and vit.patch_embed.img_size == (64, 64)
+    assert torch.equal(vit.blocks[0].mlp.fc1.weight, dwindle_vit.blocks[0].mlp.fc1.weight)
+
+
+def test_settings_from_the_command_line():
+    recipe = changed(Recipe(), ["epochs=7", "method.budget=0.5", "method.stages=(2, 4)", "amp=false", "weights=none"])
+    assert (recipe.epochs, recipe.amp, recipe.weights) == (7, False, None)
+    assert recipe.method_options == {"budget": 0.5, "stages": (2, 4)}
+    assert isinstance(recipe.make_method(), dwindle.AHT)
+    for settings, message in (
+        (["epoch=7"], "Did you mean 'epochs'"),
+        (["epochs=many"], "epochs is int"),
+        (["amp=3"], "amp is bool"),
+        (["epochs"], "key=value"),
+    ):
+        with pytest.raises(dwindle.DwindleError, match=message):
+            changed(Recipe(), settings)
+    with pytest.raises(dwindle.DwindleError, match="Did you mean 'budget'"):
+        changed(Recipe(), ["method.budgett=1"]).make_method()
+    with pytest.raises(dwindle.DwindleError, match="Did you mean 'AViT'"):
+        changed(Recipe(), ["method=avitt"]).make_method()
+    with pytest.raises(dwindle.DwindleError, match="Did you mean 'aht_cifar100'"):
+        find_recipe("aht_cifar10")
+
+
+def test_defaults_are_the_papers():
+    recipe = Recipe()
+    assert (recipe.model, recipe.epochs, recipe.lr, recipe.weight_decay) == ("deit_small_patch16_224", 50, 1e-4, 0.05)
+    assert recipe.augment.startswith("rand")
+
+
+def test_bad_runs(data, tmp_path):
+    with pytest.raises(dwindle.DwindleError, match="Did you mean 'vit_tiny_patch16_224'"):
+        Run(small(model="vit_tiny_patch16_244"), data, tmp_path / "a")
+    with pytest.raises(dwindle.DwindleError, match="Unknown teacher"):
+        Run(small(teacher="me"), data, tmp_path / "b")
+    train(small(epochs=1), data, tmp_path / "c")
+    with pytest.raises(dwindle.DwindleError, match="--resume"):
+        Run(small(epochs=1), data, tmp_path / "c")
+    with pytest.raises(dwindle.DwindleError, match=r"epochs=1 \(now 2\)"):
+        Run(small(epochs=2), data, tmp_path / "c", resume=True)
+    with pytest.raises(dwindle.DwindleError, match="no run to resume"):
+        Run(small(), data, tmp_path / "d", resume=True)
+    state = tmp_path / "c" / "state.pt"
+    state.write_bytes(state.read_bytes()[:1000])
+    with pytest.raises(dwindle.DwindleError, match="damaged"):
+        Run(small(epochs=1), data, tmp_path / "c", resume=True)
+    with pytest.raises(dwindle.DwindleError, match="loss became"):
+        train(small(epochs=1, lr=1e30, method_lr=1e30, clip=0.0), data, tmp_path / "e")
