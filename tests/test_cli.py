@@ -56,8 +56,7 @@ def run(line: str, **places: object) -> Done:
 
 def refused(done: Done, said: str) -> None:
     """Exit code 2 and exactly one sentence that names what is wrong."""
-    assert done.code == 2, done
-    assert done.out == ""
+    assert done.code == 2 and done.out == "", done
     (message,) = done.err.strip().splitlines()
     assert message.startswith("dwindle: ") and message.endswith((".", "?"))
     assert said.lower() in message.lower()
@@ -243,9 +242,8 @@ def test_stopped_run_resumes_to_the_same_end(places, here, monkeypatch):
 def test_eval(places, here):
     packed = run("eval {run} --data {data} --device cpu", **places).json
     assert set(packed) == {"top1", "top5", "gmacs", "gmacs_static", "depth", "images", "images_per_s"}
-    assert packed["images"] == 6
     masked = run("eval {run} --data {data} --layout masked --workers 0", **places).json
-    assert all(masked[k] == packed[k] for k in packed if k != "images_per_s")
+    assert packed["images"] == 6 and all(masked[k] == packed[k] for k in packed if k != "images_per_s")
     assert run("eval {run} --data {data} --workers 0 --limit 4 --batch 3", **places).json["images"] == 4
     low, high = (run(f"eval {{run}} --data {{data}} --workers 0 --threshold {t}", **places).json for t in (0.1, 9))
     assert low["depth"] < high["depth"] and low["gmacs"] < high["gmacs"]

@@ -16,14 +16,15 @@ def aht_deit_tiny_imagenet() -> Recipe:
         model="deit_tiny_patch16_224",
         method="AHT",
         method_options={"budget": 0.67},
-        epochs=300,
+        epochs=120,
         batch=200,
         lr=5e-5,
         teacher="static",
         label_weight=0.0,
-        min_scale=0.35,
+        min_scale=0.25,
+        jitter=0.3,
         augment=None,
-        eval_every=25,
+        eval_every=30,
     )
 
 
