@@ -104,7 +104,7 @@ def test_damaged_and_foreign_checkpoints(folder, tmp_path):
 
     good = (folder / "config.json").read_text()
     edit(folder, method={"name": "AHTT", "options": {}})
-    refused("Did you mean 'AHT'")
+    refused("did you mean 'AHT'")
     edit(folder, method={"name": "AHT", "options": {"colour": 1}})
     refused("does not know")
     edit(folder, method={"name": "AViT", "options": {"target_depth": 2}})
@@ -134,7 +134,7 @@ def test_damaged_and_foreign_checkpoints(folder, tmp_path):
 
 
 def test_names_and_hub_ids(monkeypatch, folder):
-    with pytest.raises(dwindle.DwindleError, match="Did you mean 'aht_deit_tiny_imagenet'"):
+    with pytest.raises(dwindle.DwindleError, match="did you mean 'aht_deit_tiny_imagenet'"):
         dwindle.load("aht_deit_tiny_imagenett")
     with pytest.raises(dwindle.DwindleError, match="could not be fetched"):
         dwindle.load("nobody/nothing")

@@ -182,7 +182,7 @@ def test_presets_are_table_2():
     }  # fmt: skip
     assert dwindle.AHT.preset("balanced", stages=(2,)).config["lambda_t"] == 0.5
     assert dwindle.AHT.as_printed().budget is None
-    with pytest.raises(dwindle.DwindleError, match="Did you mean 'balanced'"):
+    with pytest.raises(dwindle.DwindleError, match="did you mean 'balanced'"):
         dwindle.AHT.preset("balansed")
 
 
@@ -278,7 +278,7 @@ def test_teacher_grounds_the_planners():
         (lambda: dwindle.AViT(threshold=0.0), "above 0"),
         (lambda: dwindle.AViT(eps=1.5), "between 0 and 1"),
         (lambda: dwindle.AHT(sigma=0), "sigma = 0"),
-        (lambda: dwindle.AHT(p_actual="acts"), "Did you mean 'act'"),
+        (lambda: dwindle.AHT(p_actual="acts"), "did you mean 'act'"),
         (lambda: build("vit", dwindle.AHT(stages=(0, 2))), r"blocks 1..3"),
         (lambda: build("vit", dwindle.AHT(stages=(4,))), r"blocks 1..3"),
         (lambda: build("vit", dwindle.AHT(stages=())), "stages"),

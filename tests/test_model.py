@@ -76,7 +76,7 @@ def test_bad_labels_and_layout():
     for labels in ([0, 5], [-1, 0]):
         with pytest.raises(dwindle.DwindleError, match="5 classes"):
             model.loss(out, torch.tensor(labels))
-    with pytest.raises(dwindle.DwindleError, match="Did you mean 'packed'"):
+    with pytest.raises(dwindle.DwindleError, match="did you mean 'packed'"):
         model(images_for(model), layout="paked")
 
 

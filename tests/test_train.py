@@ -135,18 +135,18 @@ def test_settings_from_the_command_line():
     assert recipe.method_options == {"budget": 0.5, "stages": (2, 4)}
     assert isinstance(recipe.make_method(), dwindle.AHT)
     for settings, message in (
-        (["epoch=7"], "Did you mean 'epochs'"),
+        (["epoch=7"], "did you mean 'epochs'"),
         (["epochs=many"], "epochs is int"),
         (["amp=3"], "amp is bool"),
         (["epochs"], "key=value"),
     ):
         with pytest.raises(dwindle.DwindleError, match=message):
             changed(Recipe(), settings)
-    with pytest.raises(dwindle.DwindleError, match="Did you mean 'budget'"):
+    with pytest.raises(dwindle.DwindleError, match="did you mean 'budget'"):
         changed(Recipe(), ["method.budgett=1"]).make_method()
-    with pytest.raises(dwindle.DwindleError, match="Did you mean 'AViT'"):
+    with pytest.raises(dwindle.DwindleError, match="did you mean 'AViT'"):
         changed(Recipe(), ["method=avitt"]).make_method()
-    with pytest.raises(dwindle.DwindleError, match="Did you mean 'aht_cifar100'"):
+    with pytest.raises(dwindle.DwindleError, match="did you mean 'aht_cifar100'"):
         find_recipe("aht_cifar10")
 
 
@@ -157,7 +157,7 @@ def test_defaults_are_the_papers():
 
 
 def test_bad_runs(data, tmp_path):
-    with pytest.raises(dwindle.DwindleError, match="Did you mean 'vit_tiny_patch16_224'"):
+    with pytest.raises(dwindle.DwindleError, match="did you mean 'vit_tiny_patch16_224'"):
         Run(small(model="vit_tiny_patch16_244"), data, tmp_path / "a")
     with pytest.raises(dwindle.DwindleError, match="Unknown teacher"):
         Run(small(teacher="me"), data, tmp_path / "b")

@@ -99,7 +99,7 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
     config = read_config(folder)
     backbone, method = config["backbone"], config["method"]
     if method["name"] not in Method.registry:
-        raise unknown("method", method["name"], Method.registry, hint=f"({folder / CONFIG} was saved with it.)")
+        raise unknown("method", method["name"], Method.registry, hint=f"{folder / CONFIG} was saved with it")
     weights = _read_weights(folder / WEIGHTS)
     if vit is None:
         if config["saved"] == "method" or backbone["options"] is None:
@@ -109,7 +109,11 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
         families = {family.family: family for family in _families()}
         if backbone["family"] not in families:
             raise unknown("backbone family", backbone["family"], families)
-        vit = families[backbone["family"]].rebuild(backbone)
+        try:
+            vit = families[backbone["family"]].rebuild(backbone)
+        except (TypeError, RuntimeError, AssertionError) as error:
+            described = f"{folder / CONFIG} describes a {backbone['model']}"
+            raise DwindleError(f"{described} that cannot be built ({error}).") from error
     elif (family := backbone_of(vit).family) != backbone["family"]:
         raise DwindleError(f"{folder} belongs to a {backbone['family']} model, but vit is a {family} model.")
 
@@ -142,7 +146,7 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
     if Path(name).exists():
         raise DwindleError(f"{name} is a file; a checkpoint is a folder holding {CONFIG} and {WEIGHTS}.")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "/")):
-        raise unknown("checkpoint", name, shipped(), hint="Give a folder, a shipped name or a Hub id (owner/name).")
+        raise unknown("checkpoint", name, shipped(), hint="give a folder, a shipped name or a Hub id (owner/name)")
     try:
         from huggingface_hub import snapshot_download
 
@@ -170,6 +174,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise DwindleError(f"{path} was not written by Dwindle; adapt the model it describes and save that.")
     if config.get("format") != FORMAT:
         raise DwindleError(f"{path} has format {config.get('format')}, this version reads {FORMAT}; update dwindle.")
+    parts = (("backbone", ("family", "model", "options")), ("method", ("name", "options")))
+    if "saved" not in config or any(name not in config.get(part, {}) for part, names in parts for name in names):
+        raise DwindleError(f"{path} lacks what describes the model; the checkpoint is damaged, take another copy.")
     return config
 
 
@@ -178,7 +185,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     if not path.is_file():
-        raise DwindleError(f"{path} is missing; a checkpoint is a folder holding {CONFIG} and {WEIGHTS}.")
+        raise DwindleError(f"{path} is missing; check the path, or take another copy of the checkpoint.")
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:

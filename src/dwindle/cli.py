@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,9 +38,9 @@ def main() -> None:
     except DwindleError as error:
         aside.print(f"[red]dwindle:[/red] {_plain(str(error))}", soft_wrap=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        aside.print("dwindle: stopped.")
-        sys.exit(130)
+    except OSError as error:  # a full disk, a folder that may not be written
+        aside.print(f"[red]dwindle:[/red] {_plain(str(error))}", soft_wrap=True)
+        sys.exit(2)
 
 
 def _plain(text: str) -> str:
@@ -51,7 +52,7 @@ def _finish(result: dict[str, Any]) -> None:
 
 
 def _table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=_plain(title), title_justify="left", title_style="bold")
     for column in columns:
         table.add_column(column, justify="left" if column in ("image", "label", "name", "paper") else "right")
     for row in rows:
@@ -75,7 +76,7 @@ def _device(given: str | None) -> str:
 
     if given is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if given.split(":")[0] not in ("cpu", "cuda"):
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", given):
         raise unknown("device", given, ["cpu", "cuda"])
     if given.startswith("cuda") and not torch.cuda.is_available():
         raise DwindleError("--device cuda: this machine has no CUDA GPU that torch can use; take --device cpu.")
@@ -124,7 +125,7 @@ def demo(
     )
     console.print(
         f"{result['gmacs']} GMACs per image against {result['gmacs_static']} static; {result['speedup']}x faster than "
-        f"static on this machine (batch of {len(result['images'])}). Figures in {out}/"
+        f"static on this machine (batch of {len(result['images'])}). Figures in {_plain(str(out))}/"
     )
     _finish(result)
 

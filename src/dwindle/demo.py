@@ -30,6 +30,8 @@ def look(model: AdaptiveViT, paths: Sequence[Path], out: Path, device: str = "cp
     preprocess = preprocess_of(model)
     batch = torch.stack([preprocess.eval_transform()(photo) for photo in photos]).to(device)
     result = model.eval().to(device)(batch)
+    if not result.logits.isfinite().all():
+        raise DwindleError("The model gives NaN or infinite logits on these images; its weights are damaged.")
     confidence, best = result.logits.softmax(-1).max(-1)
     names = class_names(model)
     macs = model.macs(result.trace) / 1e9

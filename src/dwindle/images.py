@@ -30,14 +30,14 @@ def load_image(source: str | os.PathLike | bytes, what: str | None = None) -> Im
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 big = f"{image.width}x{image.height} pixels, more than the {MAX_PIXELS} that are safe"
-                raise DwindleError(f"The image {what} has {big}. Shrink it first.")
+                raise DwindleError(f"The image {what} has {big}; shrink it first.")
             return _to_rgb(ImageOps.exif_transpose(image))
     except DwindleError:
         raise
     except FileNotFoundError as error:
-        raise DwindleError(f"There is no file {what}. Check the path.") from error
+        raise DwindleError(f"There is no file {what}; check the path.") from error
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        raise DwindleError(f"Cannot decode the image {what}: {error}. Replace or remove it.") from error
+        raise DwindleError(f"Cannot decode the image {what}: {error}; replace or remove it.") from error
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -82,6 +82,8 @@ class Preprocess:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Preprocess:
+        if not isinstance(values, dict):
+            raise DwindleError(f"preprocess is {values!r}, not settings by name; the checkpoint is damaged.")
         known = [f.name for f in dataclasses.fields(cls)]
         if wrong := [key for key in values if key not in known]:
             raise unknown("preprocess setting", wrong[0], known)
@@ -115,7 +117,7 @@ class Preprocess:
         """DeiT's augmentation. As there, timm leaves `color_jitter` out when `randaugment` is given."""
         from timm.data import create_transform
 
-        return create_transform(
+        transform = create_transform(
             self.size,
             is_training=True,
             auto_augment=randaugment,
@@ -127,6 +129,10 @@ class Preprocess:
             mean=self.mean,
             std=self.std,
         )
+        for step in transform.transforms:
+            for op in getattr(step, "ops", []):
+                op.magnitude_max = 9.99  # at 10 timm posterises to 0 bits, which Pillow 13 refuses
+        return transform
 
 
 def preprocess_of(model: AdaptiveViT) -> Preprocess:

@@ -10,7 +10,7 @@ from timm.layers import get_act_layer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from ..errors import DwindleError
+from ..errors import DwindleError, unknown
 from .base import Backbone, Shape, linear_macs
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
@@ -143,6 +143,8 @@ class TimmViT(Backbone):
 
         options = dict(described["options"])
         if described["model"]:
+            if not timm.is_model(described["model"]):
+                raise unknown("model", described["model"], timm.list_models())
             return timm.create_model(described["model"], pretrained=False, **options)
         eps = options.pop("norm_eps")
         return VisionTransformer(**options, norm_layer=partial(nn.LayerNorm, eps=eps))

@@ -172,6 +172,7 @@ class AHT(Method):
             f"stages = {self.stages}",
             f"planners sit after blocks 1..{shape.blocks - 1} of this backbone",
         )
+        require(0 <= self.neuron < shape.width, f"neuron = {self.neuron}", f"this backbone's are 0..{shape.width - 1}")
         if self.budget is None:
             self.dial = ("threshold", 0.0, float(shape.blocks))
         else:

@@ -86,7 +86,13 @@ class _Seeded(Dataset):
 
 
 class Loader(DataLoader):
-    """A DataLoader that can be told the epoch."""
+    """A DataLoader that can be told the epoch, and whose workers' errors read as if they had happened here."""
+
+    def __iter__(self) -> Any:
+        try:
+            yield from super().__iter__()
+        except DwindleError as error:  # torch puts the worker's traceback into the message
+            raise DwindleError(str(error).rpartition("DwindleError: ")[2].strip()) from error
 
     def set_epoch(self, epoch: int) -> None:
         cast(_Order, self.sampler).set_epoch(epoch)
@@ -95,7 +101,9 @@ class Loader(DataLoader):
 def loader(images: Images, batch: int, train: bool = False, workers: int = 0, seed: int = 0) -> Loader:
     """Batches of `images`; call `set_epoch` before each pass. Training shuffles and drops the last partial batch."""
     if images.transform is None:
-        raise DwindleError(f"'{images.name}' has no transform to make tensors with. Set images.transform first.")
+        raise DwindleError(f"'{images.name}' has no transform to make tensors with; set images.transform first.")
+    if workers < 0:
+        raise DwindleError(f"workers = {workers}: it must be at least 0.")
     if workers:
         images.warm()
     return Loader(
@@ -126,7 +134,7 @@ class Resident:
         threads: int | None = None,
     ):
         if not len(images):
-            raise DwindleError(f"'{images.name}' has no images to keep resident. Choose another split or limit.")
+            raise DwindleError(f"'{images.name}' has no images to keep resident; choose another split or limit.")
         images.warm()
         self.size, self.edge, self.num_classes = size, round(size / CROP_PCT), images.num_classes
         width, height = images.image(0).size

@@ -24,7 +24,7 @@ EVALUATION = ("validation", "val", "test")  # synonyms, in the order they are tr
 SPLITS = ("train", *EVALUATION)
 LABELS = ("fine_label", "label", "labels")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-FORMS = "Expected class folders (folder/class_a/*.jpg, or folder/train/class_a/*.jpg) or Hugging Face parquet files."
+FORMS = "expected class folders (folder/class_a/*.jpg, or folder/train/class_a/*.jpg) or Hugging Face parquet files."
 
 
 Source = Callable[[int], Image.Image]  # decodes row i; worker processes can copy it
@@ -44,7 +44,7 @@ def _from_hub(rows: Any, column: str, name: str, i: int) -> Image.Image:
 
 def _from_cell(cell: dict | None, what: str) -> Image.Image:
     if not cell or not (cell["bytes"] or cell["path"]):
-        raise DwindleError(f"There is no image {what}. Remove that row.")
+        raise DwindleError(f"There is no image {what}; remove that row.")
     return load_image(cell["bytes"] or cell["path"], what)
 
 
@@ -115,7 +115,7 @@ class Images(Dataset):
 def limit(images: Images, n: int, seed: int | None = None) -> Images:
     """The first n images, or n drawn at random with `seed`; all of them when there are fewer."""
     if n < 1:
-        raise DwindleError(f"Cannot limit '{images.name}' to {n} images. Give a positive number.")
+        raise DwindleError(f"Cannot limit '{images.name}' to {n} images; give a positive number.")
     order = np.arange(len(images)) if seed is None else np.random.default_rng(seed).permutation(len(images))
     return images.select(order[:n])
 
@@ -125,11 +125,11 @@ def check_labels(labels: Any, num_classes: int) -> None:
     labels = np.asarray(labels)
     low, high = int(labels.min(initial=0)), int(labels.max(initial=0))
     if low < 0:
-        raise DwindleError(f"The data holds label {low}; labels start at 0. Use a split that is labelled.")
+        raise DwindleError(f"The data holds label {low}; labels start at 0; use a split that is labelled.")
     if high >= num_classes:
         raise DwindleError(
-            f"The highest label in the data is {high}, but the head has {num_classes} classes. "
-            f"Use a model with at least {high + 1} classes, or data whose labels the head covers."
+            f"The highest label in the data is {high}, but the head has {num_classes} classes; "
+            f"use a model with at least {high + 1} classes, or data whose labels the head covers."
         )
 
 
@@ -145,16 +145,16 @@ def open_data(name: str, split: str = "train", root: str | None = None) -> Image
         return _open_folder(folder, split, name)
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         return _open_hub(name, split)
-    looked = "Looked at " + ", ".join(f"'{p}'" for p in dict.fromkeys(places))
-    point = f"{looked}. Set DWINDLE_DATA to the folder that holds it, or pass the folder itself."
+    looked = "looked at " + ", ".join(f"'{p}'" for p in dict.fromkeys(places))
+    point = f"{looked}; set DWINDLE_DATA to the folder that holds it, or pass the folder itself"
     if name in KNOWN or given.name != name:
-        raise DwindleError(f"Data set '{name}' was not found. {point}")
+        raise DwindleError(f"Data set '{name}' was not found; {point}.")
     raise unknown("data set", name, KNOWN, point)
 
 
 def _open_folder(folder: Path, split: str, name: str) -> Images:
     if not folder.is_dir():
-        raise DwindleError(f"'{folder}' is a file, not a folder. {FORMS}")
+        raise DwindleError(f"'{folder}' is a file, not a folder; {FORMS}")
     for at in (folder, folder / "cifar-100-python"):
         if at.name == "cifar-100-python" and at.is_dir():
             return _open_cifar(at.parent, split, name)
@@ -169,7 +169,7 @@ def _pick(split: str, there: list[str], name: str) -> str:
     for word in (split, *(EVALUATION if split in EVALUATION else ())):
         if word in there:
             return word
-    raise DwindleError(f"'{name}' has no split '{split}'. It has: {', '.join(there)}. Ask for one of these.")
+    raise DwindleError(f"'{name}' has no split '{split}', it has {', '.join(there)}; ask for one of these.")
 
 
 def _open_cifar(root: Path, split: str, name: str) -> Images:
@@ -179,7 +179,7 @@ def _open_cifar(root: Path, split: str, name: str) -> Images:
     try:
         data = CIFAR100(str(root), train=train)
     except RuntimeError as error:
-        raise DwindleError(f"CIFAR-100 in '{root}' is incomplete or altered. Download it again.") from error
+        raise DwindleError(f"CIFAR-100 in '{root}' is incomplete or altered; download it again.") from error
     return Images(name, partial(_from_array, data.data), np.array(data.targets), list(data.classes))
 
 
@@ -196,7 +196,7 @@ def _open_classes(folder: Path, split: str, name: str) -> Images:
         # Labels are numbered by the training folders, so that a class missing from evaluation shifts nothing.
         classes = _subfolders(folder / "train") if "train" in splits else _subfolders(part)
         if extra := set(_subfolders(part)) - set(classes):
-            raise DwindleError(f"'{part}' has classes that 'train' lacks: {', '.join(sorted(extra)[:5])}. Rename them.")
+            raise DwindleError(f"'{part}' has classes that 'train' lacks: {', '.join(sorted(extra)[:5])}; rename them.")
     elif split in SPLITS:
         part, classes = folder, here
     else:
@@ -210,7 +210,7 @@ def _open_classes(folder: Path, split: str, name: str) -> Images:
             paths += [os.path.relpath(os.path.join(at, f), part) for f in found]
             labels += [label] * len(found)
     if not paths:
-        raise DwindleError(f"'{part}' holds no images in class folders. {FORMS}")
+        raise DwindleError(f"'{part}' holds no images in class folders; {FORMS}")
     names = np.array([os.fsencode(p) for p in paths])  # one buffer: workers would come to copy a list of str
     return Images(name, partial(_from_file, part, names), np.array(labels), classes)
 
@@ -220,7 +220,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # arrow's own errors derive from these
-        raise DwindleError(f"Cannot read parquet file '{path}': {error}. Download or write it again.") from error
+        raise DwindleError(f"Cannot read parquet file '{path}': {error}; download or write it again.") from error
 
 
 def _parquet_file(path: Path) -> Any:
@@ -239,8 +239,8 @@ def _columns(schema: Any, name: str) -> tuple[str, str, list[str] | None]:
     label = next((c for c in LABELS if c in integers), integers[0] if len(integers) == 1 else None)
     if not images or label is None:
         raise DwindleError(
-            f"'{name}' has columns {', '.join(schema.names)}. "
-            f"Expected an image column of {{bytes, path}} and an integer column named {' or '.join(LABELS)}."
+            f"'{name}' has columns {', '.join(schema.names)}; "
+            f"expected an image column of {{bytes, path}} and an integer column named {' or '.join(LABELS)}."
         )
     info = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
     return images[0], label, info.get("features", {}).get(label, {}).get("names")
@@ -253,14 +253,14 @@ def _open_parquet(shards: list[Path], split: str, name: str) -> Images:
     files = splits[_pick(split, list(splits), name)]
     total = re.search(r"-of-(\d+)", files[0].stem)
     if total and int(total[1]) != len(files):
-        raise DwindleError(f"'{name}' has {len(files)} of {int(total[1])} '{split}' shards. Fetch the missing ones.")
+        raise DwindleError(f"'{name}' has {len(files)} of {int(total[1])} '{split}' shards; fetch the missing ones.")
     image, label, classes = _columns(_parquet_file(files[0]).schema_arrow, name)
     parts = []
     for path in files:
         with _reading(path):
             column = _parquet_file(path).read(columns=[label]).column(label)
         if column.null_count:
-            raise DwindleError(f"Column '{label}' of '{path}' has rows without a label. Fill or remove them.")
+            raise DwindleError(f"Column '{label}' of '{path}' has rows without a label; fill or remove them.")
         parts.append(column.to_numpy())
     return Images(name, _Parquet(files, image), np.concatenate(parts), classes or _classes_beside(files[0].parent))
 
@@ -273,7 +273,7 @@ def _classes_beside(folder: Path) -> list[str] | None:
     try:
         return [str(c["name"] if isinstance(c, dict) else c) for c in json.loads(path.read_text())]
     except (ValueError, TypeError, KeyError) as error:
-        raise DwindleError(f"'{path}' is not a JSON list of class names or of {{name}} objects. Correct it.") from error
+        raise DwindleError(f"'{path}' is not a JSON list of class names or of {{name}} objects; correct it.") from error
 
 
 def _open_hub(name: str, split: str) -> Images:
@@ -288,7 +288,7 @@ def _open_hub(name: str, split: str) -> Images:
     except DwindleError:
         raise
     except Exception as error:  # the library raises a different type for each of missing, gated, offline, script
-        raise DwindleError(f"Cannot open '{name}' from the Hub: {error}. Check the id and the connection.") from error
+        raise DwindleError(f"Cannot open '{name}' from the Hub: {error}; check the id and the connection.") from error
     image, label, classes = _columns(rows.features.arrow_schema, name)
     raw = rows.cast_column(image, datasets.Image(decode=False))
     return Images(name, partial(_from_hub, raw, image, name), np.asarray(rows[label][:]), classes)

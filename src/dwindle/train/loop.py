@@ -48,11 +48,13 @@ class Run:
         limit: int | None = None,
     ) -> None:
         self.recipe, self.out = recipe, Path(out)
+        self.given = dataclasses.asdict(recipe) | {"data": data, "eval_data": eval_data, "limit": limit}
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        recipe.check()
         self._claim_folder(resume)
         self.train_images = open_data(data, "train")
         self.eval_images = open_data(eval_data or data, "test")
-        if limit:
+        if limit is not None:
             self.train_images, self.eval_images = first(self.train_images, limit), first(self.eval_images, limit)
         _seed(recipe.seed)
         vit = build_vit(recipe, self.train_images.num_classes)
@@ -61,6 +63,9 @@ class Run:
             check_labels(images.labels, vit.num_classes)
         self.teacher = self._teacher(vit)
         self.model = adapt(vit, recipe.make_method()).to(self.device)
+        patch = self.model.backbone.shape.patch
+        if any(self.preprocess.size % side for side in patch):
+            raise DwindleError(f"image_size = {self.preprocess.size} is no multiple of the patch size {patch}.")
         if recipe.freeze_backbone:
             self.model.vit.requires_grad_(False)
         self.resident = self._resident()
@@ -80,7 +85,8 @@ class Run:
             raise DwindleError(f"{self.out} holds a run already; go on with --resume, or choose another --out.")
         if resume and not (self.out / STATE).exists():
             raise DwindleError(f"{self.out} holds no run to resume; leave --resume out to start one.")
-        self.out.mkdir(parents=True, exist_ok=True)
+        if any(parent.is_file() for parent in self.out.parents):
+            raise DwindleError(f"{self.out} cannot be a folder, a part of it is a file; choose another --out.")
 
     def _teacher(self, vit: nn.Module) -> AdaptiveViT | None:
         if self.recipe.teacher is None:
@@ -256,7 +262,7 @@ class Run:
             "average": self.average.module.state_dict() if self.average else None,
             "optimizer": self.optimizer.state_dict(),
             "history": self.history,
-            "recipe": json.dumps(dataclasses.asdict(self.recipe)),
+            "given": json.dumps(self.given),
             "random": {
                 "torch": torch.get_rng_state(),
                 "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
@@ -274,13 +280,18 @@ class Run:
             raise DwindleError(
                 f"{path} cannot be read ({type(error).__name__}): it is damaged; start again with another --out."
             ) from error
-        mine = json.dumps(dataclasses.asdict(self.recipe))
-        if state["recipe"] != mine:
-            old, new = json.loads(state["recipe"]), json.loads(mine)
+        mine = json.dumps(self.given)
+        if state["given"] != mine:
+            old, new = json.loads(state["given"]), json.loads(mine)
             differing = ", ".join(f"{k}={old.get(k)} (now {new.get(k)})" for k in new if old.get(k) != new.get(k))
             raise DwindleError(f"{self.out} was started with other settings: {differing}; resume with the same ones.")
         self.epoch, self.step, self.history = state["epoch"], state["step"], state["history"]
-        self.model.load_state_dict(state["model"])
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise DwindleError(
+                f"{self.out} does not fit this data any more; resume with the data as it was."
+            ) from error
         if self.average:
             self.average.module.load_state_dict(state["average"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -318,6 +329,8 @@ def build_vit(recipe: Recipe, classes: int) -> Any:
             return timm.create_model(
                 recipe.model, pretrained=recipe.weights is not None, num_classes=classes, **options
             )
+        except TypeError as error:
+            raise DwindleError(f"{recipe.model} is no plain ViT that can be built with {options} ({error}).") from error
         except (OSError, RuntimeError) as error:
             raise DwindleError(
                 f"Weights for {recipe.model} could not be fetched ({type(error).__name__}); "

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import DwindleError, unknown
 from ..methods import Method
+from ..methods.base import require
 
 
 @dataclass
@@ -48,6 +50,18 @@ class Recipe:
     seed: int = 0
     eval_every: int = 1  # epochs
 
+    def check(self) -> None:
+        """Settings that cannot work, before anything is read or written."""
+        lowest = dict.fromkeys(("epochs", "batch", "eval_every"), 1)
+        lowest |= dict.fromkeys(("workers", "seed", "lr", "method_lr", "weight_decay", "clip", "warmup_epochs"), 0)
+        for name, low in lowest.items():
+            require(getattr(self, name) >= low, f"{name} = {getattr(self, name)}", f"it must be at least {low}")
+        for name in ("smoothing", "ema", "min_scale"):
+            require(0 <= getattr(self, name) <= 1, f"{name} = {getattr(self, name)}", "it must lie between 0 and 1")
+        if self.augment is not None:
+            named = self.augment.startswith("rand")
+            require(named, f"augment = {self.augment}", "it names timm's RandAugment, such as rand-m9-mstd0.5-inc1")
+
     def make_method(self) -> Method:
         if self.method not in Method.registry:
             raise unknown("method", self.method, Method.registry)
@@ -55,7 +69,13 @@ class Recipe:
         for name in self.method_options:
             if name not in inspect.signature(kind).parameters:
                 raise unknown(f"option of {self.method}", name, inspect.signature(kind).parameters)
-        return kind(**self.method_options)
+        try:
+            return kind(**self.method_options)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, DwindleError):
+                raise
+            given = ", ".join(f"{n}={v!r}" for n, v in self.method_options.items())
+            raise DwindleError(f"{self.method}({given}) has a setting of the wrong type ({error}).") from error
 
 
 def changed(recipe: Recipe, settings: Iterable[str]) -> Recipe:
@@ -71,13 +91,14 @@ def changed(recipe: Recipe, settings: Iterable[str]) -> Recipe:
                 recipe, method_options={**recipe.method_options, key.removeprefix("method."): value}
             )
         elif key in fields and key != "method_options":
-            default = getattr(recipe, key)
-            if default is not None and value is not None and not isinstance(value, _kinds(default)):
-                raise DwindleError(f"--set {setting}: {key} is {type(default).__name__}, as in {key}={default}.")
+            wanted = typing.get_type_hints(Recipe)[key]
+            kinds = set(typing.get_args(wanted) or (wanted,))
+            if type(value) not in kinds | ({int} if float in kinds else set()):
+                raise DwindleError(f"--set {setting}: {key} is {' or '.join(k.__name__ for k in kinds)}.")
             recipe = dataclasses.replace(recipe, **{key: value})
         else:
             raise unknown(
-                "recipe setting", key, fields - {"method_options"}, hint="Settings of the method are method.NAME."
+                "recipe setting", key, fields - {"method_options"}, hint="settings of the method are method.NAME"
             )
     return recipe
 
