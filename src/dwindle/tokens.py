@@ -224,13 +224,13 @@ class Packed(Tokens):
         if bool(keep.all()):
             return replace(self, tap=None, attention=None)
         going, leaving = keep.nonzero()[:, 0], (~keep).nonzero()[:, 0]
-        home = self.home[going]
+        home = self.home.index_select(0, going)
         lengths = torch.bincount(home // self.shape[1], minlength=self.shape[0]).tolist()
-        left = (self.home[leaving], self.value[leaving])
-        notes = {name: note[going] for name, note in self.notes.items()}
+        left = (self.home.index_select(0, leaving), self.value.index_select(0, leaving))
+        notes = {name: note.index_select(0, going) for name, note in self.notes.items()}
         return replace(
             self,
-            x=self.x[going],
+            x=self.x.index_select(0, going),
             notes=notes,
             home=home,
             lengths=lengths,

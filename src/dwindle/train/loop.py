@@ -135,8 +135,9 @@ class Run:
         """The one to evaluate and save: the average of the weights where there is one."""
         return self.average.module if self.average else self.model
 
-    def batches(self, train: bool) -> Iterable[tuple[Tensor, Tensor]]:
+    def batches(self, train: bool, epoch: int | None = None) -> Iterable[tuple[Tensor, Tensor]]:
         recipe, pre = self.recipe, self.preprocess
+        epoch = self.epoch if epoch is None else epoch
         images = self.train_images if train else self.eval_images
         batch = min(recipe.batch, len(images)) if train else 128
         if self.resident:
@@ -145,7 +146,7 @@ class Run:
                 batch,
                 train,
                 recipe.seed,
-                self.epoch,
+                epoch,
                 pre.mean,
                 pre.std,
                 min_scale=recipe.min_scale,
@@ -157,8 +158,7 @@ class Run:
             else pre.eval_transform()
         )
         ready = loader(images, batch, train, recipe.workers, recipe.seed)
-        if hasattr(ready.sampler, "set_epoch"):
-            ready.sampler.set_epoch(self.epoch)
+        ready.set_epoch(epoch)
         return ready
 
     def epochs(self, tick: Any = None) -> Iterator[dict[str, float]]:
@@ -231,19 +231,23 @@ class Run:
         budget = getattr(self.model.method, "budget", None)
         if budget is None:
             return
-        seen: list[Tensor] = []
-        wanted = 1024 if self.device.type == "cuda" else 128
-        while sum(map(len, seen)) < wanted:
-            seen += [x for x, _ in self.batches(train=True)]
-            self.epoch += 1  # another draw of the augmentation
-        self.epoch = self.recipe.epochs
-        images = torch.cat(seen)[:wanted].to(self.device)
+        images = self._augmented(1024 if self.device.type == "cuda" else 128)
         for model in {id(m): m for m in (self.model, self.best_model)}.values():
             goal, reached = budget_share(budget, model.backbone.shape), calibrate(model, images, budget)
             if abs(reached / goal - 1) > 0.02:
                 log.warning(
                     "asked for %.3f of the static cost, reached %.3f: the method cannot go there", goal, reached
                 )
+
+    def _augmented(self, count: int) -> Tensor:
+        """Training images under augmentation; a small data set is drawn from more than once."""
+        seen: list[Tensor] = []
+        for draw in range(count):
+            for x, _ in self.batches(train=True, epoch=self.recipe.epochs + draw):
+                seen.append(x)
+                if sum(map(len, seen)) >= count:
+                    return torch.cat(seen)[:count].to(self.device)
+        raise AssertionError("every draw gives at least one image")
 
     def _save(self) -> None:
         """The model first, then the state that vouches for it: a kill in between repeats this epoch's saving."""
