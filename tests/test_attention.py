@@ -92,3 +92,10 @@ def test_nobody_left_gives_no_nan():
     out.sum().backward()
     assert out.isfinite().all() and q.grad.isfinite().all()
     assert (attend_ref(q, k, v, live)[0] == 0).all()
+
+
+def test_gates_when_those_who_left_held_nearly_all_attention():
+    q, k, v = torch.ones(1, 1, 2, 8), torch.zeros(1, 1, 2, 8), torch.ones(1, 1, 2, 8)
+    k[:, :, 1] = 6.0  # the key that is gone is an attention sink
+    gate = torch.tensor([[1.0, 0.0]])
+    torch.testing.assert_close(attend_gated(q, k, v, gate), attend_ref(q, k, v, gate))

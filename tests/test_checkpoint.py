@@ -171,3 +171,20 @@ def test_plain_weights(tmp_path):
             load_vit_weights(vit, tmp_path / name)
     with pytest.raises(dwindle.DwindleError, match="does not fit"):
         load_vit_weights(timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=3), tmp_path / "w.pth")
+
+
+@torch.no_grad()
+def test_a_rebuilt_model_behaves_like_the_saved_one(tmp_path):
+    for options in ({"num_heads": 6}, {"drop_path_rate": 0.1}, {"global_pool": "avg"}, {"qk_norm": True}):
+        vit = timm.create_model("deit_tiny_patch16_224", img_size=32, num_classes=4, **options).eval()
+        model = dwindle.adapt(vit, dwindle.Static()).eval()
+        again = dwindle.load(dwindle.save(model, tmp_path / next(iter(options))))
+        images = torch.randn(2, 3, 32, 32)
+        assert torch.equal(again(images).logits, model(images).logits), options
+
+
+def test_a_budget_out_of_reach_still_saves_what_loads(tmp_path):
+    model = build("vit", METHODS["AViT"]())
+    reached = dwindle.calibrate(model, images_for(model), 0.05)
+    assert reached > 0.05
+    assert dwindle.load(dwindle.save(model, tmp_path / "ck")).method.threshold > 0

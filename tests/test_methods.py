@@ -292,3 +292,33 @@ def test_teacher_grounds_the_planners():
 def test_settings_out_of_range(make, message):
     with pytest.raises(dwindle.DwindleError, match=message):
         make()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"halt_class": False}, {"threshold": 3.0}])
+def test_avit_weights_sum_to_one_also_past_a_sum_of_one(options):
+    model = build("vit", dwindle.AViT(gamma=1.0, beta=1.0, target_depth=2, **options))
+    sums = torch.zeros(3, 17)
+    step = model.method.step
+
+    def watched(depth, tokens):
+        verdict = step(depth, tokens)
+        sums.add_(torch.where(tokens.live, verdict.weight, 0.0))
+        return verdict
+
+    model.method.step = watched
+    model(images_for(model, 3), layout="masked")
+    torch.testing.assert_close(sums, torch.ones_like(sums))
+    scores, live = torch.full((4, 1, 1), 0.8), torch.ones(4, 1, 1, dtype=torch.bool)
+    torch.testing.assert_close(halting_distribution(scores, live, "act").sum(), torch.tensor(1.0))
+
+
+def test_losses_when_nobody_is_left_at_the_first_stage():
+    for halted_plans in ("skip", "zero"):
+        options = {"halt_class": True, "threshold": 1e-9, "beta": 0.0, "halted_plans": halted_plans}
+        model = build("vit", dwindle.AHT.as_printed(stages=(2, 3), **options))
+        outs = [model(images_for(model), layout=layout) for layout in ("packed", "masked")]
+        assert not outs[0].trace.plans
+        packed, masked = (model.method.losses(out.trace)["target_depth"] for out in outs)
+        torch.testing.assert_close(packed, masked)
+        assert (packed == 0) == (halted_plans == "skip")

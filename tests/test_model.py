@@ -24,7 +24,10 @@ def test_readme_example():
     assert out.logits.shape == (2, 7) and out.trace.depth.shape == (2, 5)
 
 
-@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "resnet18", "vit_base_patch16_rope_reg1_gap_256"])
+@pytest.mark.parametrize(
+    "name",
+    ["swin_tiny_patch4_window7_224", "resnet18", "vit_base_patch16_rope_reg1_gap_256", "vit_tiny_r_s16_p8_224"],
+)
 def test_models_that_cannot_be_wrapped(name):
     with pytest.raises(dwindle.DwindleError, match="cannot be adapted"), torch.device("meta"):
         dwindle.adapt(timm.create_model(name), dwindle.AHT())
@@ -128,3 +131,20 @@ def test_masked_compiles_without_graph_breaks():
     compiled = torch.compile(lambda x: model(x, layout="masked").logits, fullgraph=True, backend="eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(images), model(images, layout="masked").logits)
+
+
+def test_sizes_that_are_no_multiple_of_the_patch():
+    for backbone in ("dynamic", "hf_vit"):
+        model = build(backbone, dwindle.Static())
+        with pytest.raises(dwindle.DwindleError, match="multiples of"):
+            model(torch.randn(1, 3, 36, 36))
+
+
+def test_a_wrapped_model_is_not_wrapped_again_and_checkpointing_is_refused():
+    model = build("hf_vit", METHODS["AHT"]())
+    with pytest.raises(dwindle.DwindleError, match="unwrap"):
+        dwindle.adapt(model.vit, dwindle.Static())
+    model.vit.gradient_checkpointing_enable()
+    model.train()
+    with pytest.raises(dwindle.DwindleError, match="checkpointing"):
+        model(images_for(model))

@@ -45,7 +45,7 @@ def test_a_method_is_one_file(tmp_path):
     scope: dict = {"__name__": "example"}
     exec(compile(code, "example.py", "exec"), scope)
     try:
-        model = build("vit", scope["Norm"](quantile=0.5))
+        model = build("vit", scope["Norm"](share=0.9))
         images = images_for(model)
         with torch.no_grad():
             packed, masked = model(images, layout="packed"), model(images, layout="masked")

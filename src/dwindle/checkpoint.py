@@ -175,7 +175,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if config.get("format") != FORMAT:
         raise DwindleError(f"{path} has format {config.get('format')}, this version reads {FORMAT}; update dwindle.")
     parts = (("backbone", ("family", "model", "options")), ("method", ("name", "options")))
-    if "saved" not in config or any(name not in config.get(part, {}) for part, names in parts for name in names):
+    if "saved" not in config or any(name not in (config.get(part) or {}) for part, names in parts for name in names):
         raise DwindleError(f"{path} lacks what describes the model; the checkpoint is damaged, take another copy.")
     return config
 

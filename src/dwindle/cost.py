@@ -28,7 +28,7 @@ def block_macs(shape: Shape, tokens: Tensor) -> Tensor:
 def fixed_macs(shape: Shape, image: tuple[int, int] | None = None) -> float:
     """Patch embedding and head of one image."""
     rows, columns = shape.grid(image)
-    return rows * columns * shape.token_macs + shape.image_macs
+    return rows * columns * (shape.token_macs + shape.pool_macs) + shape.image_macs
 
 
 def static_macs(shape: Shape, image: tuple[int, int] | None = None) -> float:
@@ -43,7 +43,8 @@ def trace_macs(shape: Shape, trace: Trace, method: Method | None = None) -> Tens
     total = block_macs(shape, counts).sum(0)
     if method is not None:
         total = total + torch.stack([method.macs(n, depth) for depth, n in enumerate(counts)]).sum(0)
-    return total + trace.grid[0] * trace.grid[1] * shape.token_macs + shape.image_macs
+    rows, columns = trace.grid
+    return total + rows * columns * (shape.token_macs + shape.pool_macs) + shape.image_macs
 
 
 def budget_share(budget: float | str, shape: Shape) -> float:

@@ -122,11 +122,11 @@ class AdaptiveViT(nn.Module):
         shape = self.backbone.shape
         sized = images.dim() == 4 and images.shape[1] == shape.channels
         if self.backbone.any_size:
-            sized = sized and all(side >= patch for side, patch in zip(images.shape[-2:], shape.patch))
+            sized = sized and all(side and side % patch == 0 for side, patch in zip(images.shape[-2:], shape.patch))
         else:
             sized = sized and tuple(images.shape[-2:]) == shape.image
         if not sized or not images.is_floating_point():
-            size = "any height and width" if self.backbone.any_size else f"{shape.image[0]} x {shape.image[1]}"
+            size = f"multiples of {shape.patch}" if self.backbone.any_size else f"{shape.image[0]} x {shape.image[1]}"
             raise DwindleError(
                 f"Images of shape {tuple(images.shape)} and type {images.dtype} do not fit this model; it takes floats "
                 f"(batch, {shape.channels}, {size}); resize the images or build the model with img_size=..."

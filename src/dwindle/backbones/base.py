@@ -28,6 +28,7 @@ class Shape:
 
     blocks: int  # L
     width: int  # D
+    hidden: int  # neurons after the first linear layer of an MLP
     heads: int
     head_size: int
     prefix: int  # class, distillation and register tokens
@@ -38,6 +39,7 @@ class Shape:
     block_macs: int  # linear layers of one block, per token
     token_macs: int  # embedding, per patch
     image_macs: int  # head, per image
+    pool_macs: int  # attention pooling in the readout, per patch, halted or not
     reads_patches: bool  # the readout looks at patch tokens, not only at the prefix
 
     def grid(self, image: tuple[int, int] | None = None) -> tuple[int, int]:
@@ -103,6 +105,8 @@ class Backbone:
     # What all families share.
     def install(self) -> None:
         """Make the wrapped model's blocks listen for tokens. Without a run in progress they behave as before."""
+        if any("forward" in self.attention(block).__dict__ for block in self.blocks):
+            raise DwindleError("This model is part of an adaptive one already; unwrap() that first.")
         for block in self.blocks:
             attention = self.attention(block)
             attention.forward = MethodType(_attention_forward, attention)  # type: ignore[method-assign]
@@ -122,6 +126,9 @@ class Backbone:
 
     def run(self, block: nn.Module, tokens: Tokens) -> Tokens:
         """One block on the live rows."""
+
+        if self.vit.training and getattr(block, "gradient_checkpointing", False):
+            raise DwindleError("Gradient checkpointing runs blocks again without their tokens; switch it off to train.")
 
         def call(x: Tensor) -> Tensor:
             out = block(x)

@@ -55,7 +55,7 @@ class HuggingFaceViT(Backbone):
     def attention(self, block: Any) -> nn.Module:
         return block.attention
 
-    def mlp_in(self, block: Any) -> nn.Module:
+    def mlp_in(self, block: Any) -> Any:
         mlp = block.mlp if hasattr(block, "mlp") else block.intermediate
         return next(m for m in mlp.modules() if isinstance(m, nn.Linear))
 
@@ -88,20 +88,23 @@ class HuggingFaceViT(Backbone):
     def shape(self) -> Shape:
         config: Any = self.vit.config
         size, patch, width = config.image_size, config.patch_size, config.hidden_size
+        sides = (patch, patch) if isinstance(patch, int) else tuple(patch)
         registers = getattr(config, "num_register_tokens", 0) if "Registers" in self.kind else 0
         return Shape(
             blocks=config.num_hidden_layers,
             width=width,
+            hidden=self.mlp_in(self.blocks[0]).out_features,
             heads=config.num_attention_heads,
             head_size=width // config.num_attention_heads,
             prefix=(2 if self.kind.startswith("DeiT") else 1) + registers,
-            patch=(patch, patch) if isinstance(patch, int) else tuple(patch),
+            patch=sides,
             image=(size, size) if isinstance(size, int) else tuple(size),
             channels=config.num_channels,
             classes=config.num_labels,
             block_macs=linear_macs(self.blocks[0]),
-            token_macs=config.num_channels * patch**2 * width,
+            token_macs=config.num_channels * sides[0] * sides[1] * width,
             image_macs=sum(linear_macs(m) for name, m in self.vit.named_children() if "classifier" in name),
+            pool_macs=0,
             reads_patches=self.is_dino,
         )
 

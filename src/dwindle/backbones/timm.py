@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import get_act_layer
+from timm.layers import DropPath, PatchEmbed, get_act_layer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -23,6 +23,11 @@ class TimmViT(Backbone):
     def __init__(self, vit: VisionTransformer) -> None:
         super().__init__(vit)
         self.any_size = bool(vit.dynamic_img_size)
+        if type(vit.patch_embed) is not PatchEmbed:
+            raise DwindleError(
+                f"{type(vit).__name__} cannot be adapted: its {type(vit.patch_embed).__name__} does not cut the image "
+                "into plain patches; models with timm's PatchEmbed can be."
+            )
         for block in self.blocks:
             if not (
                 hasattr(block, "attn") and hasattr(block, "mlp") and hasattr(getattr(block, "attn", None), "fused_attn")
@@ -70,9 +75,11 @@ class TimmViT(Backbone):
         vit = self.vit
         block, patch = vit.blocks[0], vit.patch_embed.patch_size
         heads = [vit.head, *([vit.head_dist] if hasattr(vit, "head_dist") else [])]
+        pool_image, pool_token = _pool_macs(vit.attn_pool)
         return Shape(
             blocks=len(vit.blocks),
             width=vit.embed_dim,
+            hidden=self.mlp_in(block).out_features,
             heads=block.attn.num_heads,
             head_size=block.attn.head_dim,
             prefix=vit.num_prefix_tokens,
@@ -82,7 +89,8 @@ class TimmViT(Backbone):
             classes=vit.num_classes,
             block_macs=linear_macs(block),
             token_macs=vit.patch_embed.proj.in_channels * patch[0] * patch[1] * vit.embed_dim,
-            image_macs=sum(linear_macs(head) for head in heads),
+            image_macs=sum(linear_macs(head) for head in heads) + pool_image,
+            pool_macs=pool_token,
             reads_patches=vit.global_pool != "token",
         )
 
@@ -150,8 +158,22 @@ class TimmViT(Backbone):
         return VisionTransformer(**options, norm_layer=partial(nn.LayerNorm, eps=eps))
 
 
-def _outline(vit: nn.Module) -> tuple:
-    """What a rebuilt model must have in common: every weight's name and shape, every module's kind, all eps."""
+def _pool_macs(pool: Any) -> tuple[int, int]:
+    """Attention pooling, per image and per token: keys and values of every token, the rest for the latents."""
+    if pool is None:
+        return 0, 0
+    per_token = linear_macs(pool.kv) if hasattr(pool, "kv") else 0
+    latents = getattr(pool, "latent_len", 1)
+    width = pool.num_heads * pool.head_dim
+    return latents * (linear_macs(pool) - per_token), per_token + 2 * latents * width
+
+
+def _outline(vit: Any) -> tuple:
+    """What a rebuilt model must have in common: every weight's name and shape, and how each part behaves in eval."""
     weights = tuple((name, tuple(value.shape)) for name, value in vit.state_dict().items())
-    kinds = tuple(type(m).__name__ for m in vit.modules() if not isinstance(m, nn.LayerNorm))
-    return weights, kinds, tuple(m.eps for m in vit.modules() if isinstance(m, nn.LayerNorm))
+    idle = (nn.Identity, nn.Dropout, DropPath)
+    kinds = tuple(type(m).__name__ for m in vit.modules() if not isinstance(m, (nn.LayerNorm, *idle)))
+    norms = tuple(m.eps for m in vit.modules() if isinstance(m, nn.LayerNorm))
+    heads = tuple((block.attn.num_heads, block.attn.scale) for block in vit.blocks)
+    flags = (vit.global_pool, vit.pool_include_prefix, vit.no_embed_class, vit.dynamic_img_size)
+    return weights, kinds, norms, heads, flags

@@ -172,9 +172,13 @@ class AHT(Method):
             f"stages = {self.stages}",
             f"planners sit after blocks 1..{shape.blocks - 1} of this backbone",
         )
-        require(0 <= self.neuron < shape.width, f"neuron = {self.neuron}", f"this backbone's are 0..{shape.width - 1}")
+        require(
+            0 <= self.neuron < shape.hidden,
+            f"neuron = {self.neuron}",
+            f"the MLPs of this backbone have 0..{shape.hidden - 1}",
+        )
         if self.budget is None:
-            self.dial = ("threshold", 0.0, float(shape.blocks))
+            self.dial = ("threshold", 1e-6, float(shape.blocks))
         else:
             budget_share(self.budget, shape)
             self.dial = ("bar", 4.0, -4.0)
@@ -235,7 +239,9 @@ class AHT(Method):
             exits = trace.depth[:, first:]
             ponder = (exits + (actual * (layers == exits)).sum(0)).mean()
         divergences = []
-        for plan in trace.plans.values():
+        nobody = torch.full(trace.shape, torch.nan, device=actual.device, dtype=actual.dtype)
+        for stage in self.stages:
+            plan = trace.plans.get(stage, nobody)  # a pack that is empty by then does not reach the stage
             plan = plan[:, first:].detach() if self.plan_leads else plan[:, first:]
             silent = plan.isnan()
             divergence = halting_kl(

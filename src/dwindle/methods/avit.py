@@ -60,7 +60,7 @@ class AViT(Method):
             f"target_depth = {self.target_depth}",
             f"this backbone has blocks 1..{shape.blocks}",
         )
-        self.dial = ("threshold", 0.0, float(shape.blocks))
+        self.dial = ("threshold", 1e-6, float(shape.blocks))
         require(0 <= self.neuron < shape.width, f"neuron = {self.neuron}", f"the blocks' output has {shape.width}")
 
     def start(self, tokens: Tokens) -> Tokens:
@@ -78,7 +78,8 @@ class AViT(Method):
             keep = keep | tokens.is_prefix
         keep = tokens.decide(depth, keep) & (not last)
         remainder = (1 - before).clamp_min(0)  # Eq. 6
-        probability = torch.where(keep, score, remainder)  # Eq. 7
+        # Eq. 7. A token that is kept past a sum of 1 (class token, raised threshold) has no probability left to give.
+        probability = torch.where(keep, torch.minimum(score, remainder), remainder)
         return Verdict(keep, weight=probability.to(tokens.x.dtype), record={"score": score, "remainder": remainder})
 
     def losses(self, trace: Trace, teacher: Trace | None = None) -> dict[str, Tensor]:

@@ -112,7 +112,8 @@ def halting_distribution(scores: Tensor, live: Tensor, kind: str = "act") -> Ten
     last = live_f - torch.cat([live_f[1:], torch.zeros_like(live_f[:1])])  # 1 at the exit layer
     if kind == "act":
         before = scores.cumsum(0) - scores
-        return torch.where(last > 0, (1 - before).clamp_min(0), scores * live_f)
+        left = (1 - before).clamp_min(0)
+        return torch.where(last > 0, left, torch.minimum(scores, left) * live_f)
     stay = torch.cat([torch.ones_like(scores[:1]), (1 - scores * live_f)[:-1].cumprod(0)])
     return torch.where(last > 0, stay, scores * stay * live_f)
 

@@ -47,7 +47,7 @@ def attend_gated(
     # Fused kernels want a head size that is a multiple of 8: the gate comes as eight equal columns.
     columns = gate.expand(*v.shape[:-1], 8)
     out = F.scaled_dot_product_attention(q, k, torch.cat([v * gate, columns], -1), dropout_p=dropout_p, scale=scale)
-    return out[..., :-8] / out[..., -1:].clamp_min(torch.finfo(torch.float16).tiny)
+    return out[..., :-8] / out[..., -1:].clamp_min(torch.finfo(out.dtype).tiny)
 
 
 def attend_packed(
