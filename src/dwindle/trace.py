@@ -21,7 +21,6 @@ class Trace:
     blocks: int
     lives: list[Where] = field(default_factory=list)
     values: list[dict[str, Tensor]] = field(default_factory=list)
-    threshold: float | None = None
 
     def record(self, tokens: Tokens, values: dict[str, Tensor]) -> None:
         self.lives.append(tokens.where)

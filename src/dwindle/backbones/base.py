@@ -40,7 +40,6 @@ class Shape:
     token_macs: int  # embedding, per patch
     image_macs: int  # head, per image
     pool_macs: int  # attention pooling in the readout, per patch, halted or not
-    reads_patches: bool  # the readout looks at patch tokens, not only at the prefix
 
     def grid(self, image: tuple[int, int] | None = None) -> tuple[int, int]:
         height, width = image or self.image

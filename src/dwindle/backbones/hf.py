@@ -105,7 +105,6 @@ class HuggingFaceViT(Backbone):
             token_macs=config.num_channels * sides[0] * sides[1] * width,
             image_macs=sum(linear_macs(m) for name, m in self.vit.named_children() if "classifier" in name),
             pool_macs=0,
-            reads_patches=self.is_dino,
         )
 
     def describe(self) -> dict[str, Any]:

@@ -91,7 +91,6 @@ class TimmViT(Backbone):
             token_macs=vit.patch_embed.proj.in_channels * patch[0] * patch[1] * vit.embed_dim,
             image_macs=sum(linear_macs(head) for head in heads) + pool_image,
             pool_macs=pool_token,
-            reads_patches=vit.global_pool != "token",
         )
 
     def describe(self) -> dict[str, Any] | None:

@@ -103,12 +103,6 @@ def changed(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     return recipe
 
 
-def _kinds(default: Any) -> tuple[type, ...]:
-    if isinstance(default, bool):
-        return (bool,)
-    return (int, float) if isinstance(default, float) else (type(default),)
-
-
 def _value(text: str) -> Any:
     try:
         return ast.literal_eval(text)
