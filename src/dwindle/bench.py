@@ -25,10 +25,10 @@ def model_to_bench(name: str) -> AdaptiveViT:
     """A checkpoint; or a timm model with random weights and AHT, its planners at the quarters of the depth."""
     import timm
 
-    if Path(name).is_dir() or name in shipped() or not timm.is_model(name):
-        if "/" not in name and not Path(name).exists() and name not in shipped():
-            raise unknown("model or checkpoint", name, [*timm.list_models(), *shipped()])
+    if name in shipped() or Path(name).exists() or "/" in name:
         return load(name)
+    if not timm.is_model(name):
+        raise unknown("model or checkpoint", name, [*timm.list_models(), *shipped()])
     vit = timm.create_model(name)
     blocks = backbone_of(vit).shape.blocks
     return adapt(vit, AHT(stages=(max(blocks // 4, 1), max(blocks // 2, 1), max(3 * blocks // 4, 1))))

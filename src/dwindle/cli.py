@@ -35,10 +35,7 @@ def main() -> None:
     """Errors a user can mend are one sentence on stderr and exit code 2."""
     try:
         app()
-    except DwindleError as error:
-        aside.print(f"[red]dwindle:[/red] {_plain(str(error))}", soft_wrap=True)
-        sys.exit(2)
-    except OSError as error:  # a full disk, a folder that may not be written
+    except (DwindleError, OSError) as error:  # OSError: a full disk, a folder that may not be written
         aside.print(f"[red]dwindle:[/red] {_plain(str(error))}", soft_wrap=True)
         sys.exit(2)
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
+from torch import Tensor
 
 from .bench import milliseconds
 from .checkpoint import load
@@ -27,11 +29,7 @@ def look(model: AdaptiveViT, paths: Sequence[Path], out: Path, device: str = "cp
     if out.is_file():
         raise DwindleError(f"{out} is a file; --out is a folder for the figures.")
     photos = [load_image(path) for path in paths]
-    preprocess = preprocess_of(model)
-    batch = torch.stack([preprocess.eval_transform()(photo) for photo in photos]).to(device)
-    result = model.eval().to(device)(batch)
-    if not result.logits.isfinite().all():
-        raise DwindleError("The model gives NaN or infinite logits on these images; its weights are damaged.")
+    result = model.eval().to(device)(_batch(model, photos).to(device))
     confidence, best = result.logits.softmax(-1).max(-1)
     names = class_names(model)
     macs = model.macs(result.trace) / 1e9
@@ -49,7 +47,7 @@ def look(model: AdaptiveViT, paths: Sequence[Path], out: Path, device: str = "cp
         f"{i['label']} ({i['confidence']:.0%}), {i['gmacs']:.2f} of {model.static_macs() / 1e9:.2f} GMACs"
         for i in images
     ]
-    crops = [preprocess.seen(photo) for photo in photos]
+    crops = [preprocess_of(model).seen(photo) for photo in photos]
     figures = draw(crops, result.trace, out, [path.stem for path in paths], titles)
     return {
         "images": images,
@@ -65,8 +63,7 @@ def demo(out: Path, device: str = "cpu") -> dict[str, Any]:
     model = load(DEMO)
     photos = sorted(Path(str(files("dwindle"))).joinpath("assets", "photos").glob("*.jpg"))
     result = look(model, photos, out, device)
-    transform = preprocess_of(model).eval_transform()
-    batch = torch.stack([transform(load_image(photo)) for photo in photos]).to(device)
+    batch = _batch(model, [load_image(photo) for photo in photos]).to(device)
     static, adaptive = milliseconds([lambda: model.vit(batch), lambda: model(batch)], 6.0, batch.device)
     return {
         "model": DEMO,
@@ -75,6 +72,11 @@ def demo(out: Path, device: str = "cpu") -> dict[str, Any]:
         "adaptive_ms": round(statistics.median(adaptive), 2),
         "speedup": round(statistics.median(s / a for s, a in zip(static, adaptive)), 2),
     }
+
+
+def _batch(model: AdaptiveViT, photos: Sequence[Image.Image]) -> Tensor:
+    transform = preprocess_of(model).eval_transform()
+    return torch.stack([transform(photo) for photo in photos])
 
 
 def class_names(model: AdaptiveViT) -> list[str] | None:

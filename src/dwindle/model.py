@@ -90,7 +90,7 @@ class AdaptiveViT(nn.Module):
         weights |= self.method.loss_weights
         terms["total"] = torch.stack([weights[name] * term for name, term in terms.items()]).sum()
         if self.training:
-            self.method.observe((self.macs(out.trace).mean() / self.static_macs(out.trace)).float())
+            self.method.observe(self.cost(out.trace))
         return terms
 
     def _check_labels(self, labels: Tensor, classes: int) -> None:
@@ -106,6 +106,10 @@ class AdaptiveViT(nn.Module):
     def macs(self, trace: Trace) -> Tensor:
         """(B,) multiply-accumulates of each image."""
         return trace_macs(self.backbone.shape, trace, self.method)
+
+    def cost(self, trace: Trace) -> Tensor:
+        """What the images of the trace cost, as a share of the static model's."""
+        return (self.macs(trace).mean() / self.static_macs(trace)).float()
 
     def static_macs(self, trace: Trace | None = None) -> float:
         """The same image with nothing halted."""
@@ -138,6 +142,8 @@ class AdaptiveViT(nn.Module):
             return  # on a GPU in training this look would cost a synchronisation; there the loss says it
         if not images.isfinite().all():
             raise DwindleError("The images hold NaN or infinite values; check how they were loaded and normalised.")
+        if not self.training:  # a run that diverges hears it from its loss
+            raise DwindleError("The model gives NaN or infinite logits on these images; its weights are damaged.")
 
 
 def adapt(vit: nn.Module, method: Method) -> AdaptiveViT:

@@ -126,9 +126,6 @@ class Backbone:
     def run(self, block: nn.Module, tokens: Tokens) -> Tokens:
         """One block on the live rows."""
 
-        if self.vit.training and getattr(block, "gradient_checkpointing", False):
-            raise DwindleError("Gradient checkpointing runs blocks again without their tokens; switch it off to train.")
-
         def call(x: Tensor) -> Tensor:
             out = block(x)
             return out[0] if isinstance(out, tuple) else out

@@ -70,6 +70,8 @@ class HuggingFaceViT(Backbone):
         self.vit.config._attn_implementation = self.implementation
 
     def embed(self, images: Tensor) -> Tensor:
+        if self.vit.training and self.vit.is_gradient_checkpointing:
+            raise DwindleError("Gradient checkpointing runs blocks again without their tokens; switch it off to train.")
         # DINOv2 always interpolates its positions; the others only when asked.
         built_for = tuple(images.shape[-2:]) == self.shape.image
         options = {} if self.is_dino else {"interpolate_pos_encoding": not built_for}

@@ -29,9 +29,7 @@ class TimmViT(Backbone):
                 "into plain patches; models with timm's PatchEmbed can be."
             )
         for block in self.blocks:
-            if not (
-                hasattr(block, "attn") and hasattr(block, "mlp") and hasattr(getattr(block, "attn", None), "fused_attn")
-            ):
+            if not (hasattr(block, "mlp") and hasattr(getattr(block, "attn", None), "fused_attn")):
                 raise DwindleError(
                     f"{type(vit).__name__} cannot be adapted: its {type(block).__name__} has no separate attention and "
                     "MLP; models built from timm's plain Block can be."

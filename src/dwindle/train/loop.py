@@ -222,8 +222,7 @@ class Run:
         self.schedule.step_update(self.step)
         if self.average:
             self.average.update(self.model, step=self.step)
-        cost = self.model.macs(out.trace).mean() / self.model.static_macs(out.trace)
-        return {name: value.detach().float() for name, value in terms.items()} | {"cost": cost.float()}
+        return {name: value.detach().float() for name, value in terms.items()} | {"cost": self.model.cost(out.trace)}
 
     def _meet_budget(self) -> None:
         """Take up what is left between the budget asked for and the one held, on images seen as in training: clean

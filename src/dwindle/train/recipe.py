@@ -71,9 +71,9 @@ class Recipe:
                 raise unknown(f"option of {self.method}", name, inspect.signature(kind).parameters)
         try:
             return kind(**self.method_options)
+        except DwindleError:
+            raise
         except (TypeError, ValueError) as error:
-            if isinstance(error, DwindleError):
-                raise
             given = ", ".join(f"{n}={v!r}" for n, v in self.method_options.items())
             raise DwindleError(f"{self.method}({given}) has a setting of the wrong type ({error}).") from error
 
