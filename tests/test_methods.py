@@ -55,7 +55,7 @@ def test_avit_is_algorithm_1(layout):
     logits, ponder, exits = algorithm_1(model, images)
     assert torch.equal(out.trace.depth, exits)
     torch.testing.assert_close(out.logits, logits)
-    assert float(model.method.losses(out.trace)["ponder"]) == pytest.approx(ponder)
+    assert float(model.method.losses(out)["ponder"]) == pytest.approx(ponder)
 
 
 @torch.no_grad()
@@ -69,7 +69,7 @@ def test_avit_prior():
     target = torch.exp(-((layers - 3) ** 2) / 2)
     target = target / target.sum()
     expected = (halting * (halting / target).log()).sum()
-    assert float(model.method.losses(out.trace)["prior"]) == pytest.approx(float(expected), rel=1e-4)
+    assert float(model.method.losses(out)["prior"]) == pytest.approx(float(expected), rel=1e-4)
     assert model.method.loss_weights == {"ponder": 5e-4, "prior": 0.1}
     fresh = dwindle.AViT()
     assert (fresh.gamma.item(), fresh.beta.item(), fresh.eps, fresh.threshold) == (5, -10, 0.01, 0.99)
@@ -319,6 +319,6 @@ def test_losses_when_nobody_is_left_at_the_first_stage():
         model = build("vit", dwindle.AHT.as_printed(stages=(2, 3), **options))
         outs = [model(images_for(model), layout=layout) for layout in ("packed", "masked")]
         assert not outs[0].trace.plans
-        packed, masked = (model.method.losses(out.trace)["target_depth"] for out in outs)
+        packed, masked = (model.method.losses(out)["target_depth"] for out in outs)
         torch.testing.assert_close(packed, masked)
         assert (packed == 0) == (halted_plans == "skip")

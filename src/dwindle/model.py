@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ from .errors import DwindleError, unknown
 from .methods import Method
 from .tokens import LAYOUTS, Tokens
 from .trace import Trace
+
+
+DISTILLATIONS = ("soft", "hard", "token")
 
 
 @dataclass
@@ -45,6 +49,7 @@ class AdaptiveViT(nn.Module):
         shape = self.backbone.shape
 
         tokens: Tokens = LAYOUTS[layout].start(self.backbone.embed(images), shape.prefix)
+        tokens.reader = self.backbone.readout
         if depths is not None:
             tokens.notes["forced"] = depths.to(images.device).reshape(tokens.x.shape[:-1])
         trace = Trace(tokens.shape, shape.prefix, shape.grid((images.shape[-2], images.shape[-1])), shape.blocks)
@@ -54,7 +59,7 @@ class AdaptiveViT(nn.Module):
             tokens = self.backbone.run(block, tokens)  # only attention looks at neighbours
             verdict = self.method.step(depth, tokens)
             tokens.add_final(verdict.weight)
-            trace.record(tokens, verdict.record)
+            trace.record(tokens, verdict.record, verdict.exit)
             tokens = tokens.advance(verdict.keep, verdict.gate)  # masked: gate; packed: shorter list
             if tokens.empty:
                 break
@@ -63,35 +68,74 @@ class AdaptiveViT(nn.Module):
         self._check_logits(logits, images)
         return Output(logits, trace, features)
 
-    def loss(
+    def loss(self, out: Output, labels: Tensor, teacher: Output | None = None, **weighing: Any) -> dict[str, Tensor]:
+        """The task's cross-entropy, the method's terms, and their weighted sum under "total".
+
+        labels: (B,) classes, or (B, classes) shares. teacher: what a static model said of the batch; adds "distill" and
+        grounds methods that ask for it. weighing: label_weight, teacher_weight, and the arguments of `terms`.
+        While training, the method also learns what the batch cost, to hold a budget.
+        """
+        label_weight, teacher_weight = weighing.pop("label_weight", 1.0), weighing.pop("teacher_weight", 1.0)
+        terms = self.terms(out, labels, teacher, **weighing)
+        terms["total"] = self.weighted(terms, label_weight, teacher_weight)
+        if self.training:
+            self.method.observe(self.cost(out.trace))
+        return terms
+
+    def terms(
         self,
         out: Output,
         labels: Tensor,
         teacher: Output | None = None,
         *,
-        label_weight: float = 1.0,
-        teacher_weight: float = 1.0,
+        distill: str = "soft",
         temperature: float = 1.0,
         label_smoothing: float = 0.0,
     ) -> dict[str, Tensor]:
-        """The task's cross-entropy, the method's terms, and their weighted sum under "total".
+        """The loss terms, unweighted.
 
-        teacher: what a static model said of the batch; adds "distill", KL(teacher || student), and grounds methods
-        that ask for it. While training, the method also learns what the batch cost, to hold a budget.
+        distill: 'soft', KL(teacher || student); 'hard', cross-entropy with the teacher's answer; 'token', the same on
+        the distillation token's own head, while the class token's learns from the labels (DeiT).
         """
         self._check_labels(labels, out.logits.shape[-1])
-        terms = {"task": F.cross_entropy(out.logits, labels, label_smoothing=label_smoothing)}
-        weights: dict[str, Any] = {"task": label_weight}
-        if teacher is not None:
-            said, wanted = (F.log_softmax(logits.float() / temperature, -1) for logits in (out.logits, teacher.logits))
-            terms["distill"] = F.kl_div(said, wanted, reduction="batchmean", log_target=True) * temperature**2
-            weights["distill"] = teacher_weight
-        terms |= self.method.losses(out.trace, None if teacher is None else teacher.trace)
-        weights |= self.method.loss_weights
-        terms["total"] = torch.stack([weights[name] * term for name, term in terms.items()]).sum()
-        if self.training:
-            self.method.observe(self.cost(out.trace))
-        return terms
+        if distill not in DISTILLATIONS:
+            raise unknown("distillation", distill, DISTILLATIONS)
+        answers, heads = [out.logits], (out.logits, out.logits)
+        weights = self.method.exit_weights(out.trace)
+        if weights is not None:
+            answers = out.trace.exits
+        elif teacher is not None and distill == "token":
+            heads = self.backbone.answers(out.features)
+            answers = [heads[0]]
+
+        def mean(loss: Callable[[Tensor], Tensor], answers: list[Tensor]) -> Tensor:
+            """Of a loss per image, over images, and over depths where each has an answer of its own."""
+            losses = torch.stack([loss(answer) for answer in answers])
+            return (losses if weights is None else weights[: len(losses)] * losses).sum(0).mean()
+
+        terms = {
+            "task": mean(
+                lambda a: F.cross_entropy(a, labels, label_smoothing=label_smoothing, reduction="none"), answers
+            )
+        }
+        if teacher is not None and distill == "soft":
+            wanted = F.log_softmax(teacher.logits.float() / temperature, -1)
+
+            def divergence(answer: Tensor) -> Tensor:
+                said = F.log_softmax(answer.float() / temperature, -1)
+                return F.kl_div(said, wanted, reduction="none", log_target=True).sum(-1) * temperature**2
+
+            terms["distill"] = mean(divergence, answers)
+        elif teacher is not None:
+            wanted = teacher.logits.argmax(-1)
+            taught = [heads[1]] if distill == "token" else answers
+            terms["distill"] = mean(lambda a: F.cross_entropy(a, wanted, reduction="none"), taught)
+        return terms | self.method.losses(out, teacher)
+
+    def weighted(self, terms: dict[str, Tensor], label_weight: float = 1.0, teacher_weight: float = 1.0) -> Tensor:
+        """The sum of the terms, each at its weight."""
+        weights = {"task": label_weight, "distill": teacher_weight} | self.method.loss_weights
+        return torch.stack([weights[name] * term for name, term in terms.items()]).sum()
 
     def _check_labels(self, labels: Tensor, classes: int) -> None:
         # On a GPU this look would cost a synchronisation; there the data was checked when it was opened.

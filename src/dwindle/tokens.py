@@ -50,6 +50,9 @@ class Tokens:
     tap: Tensor | None = None  # that neuron in the block just run, on rows
     watching: bool = False  # a method asked for `attention`
     attention: Tensor | None = None  # share of the class token's attention each row got in the block just run
+    keeping_keys: bool = False  # a method asked for `keys`
+    keys: Tensor | None = None  # rows, head size: mean over heads of the keys of the block just run
+    reader: Callable[[Tensor], Tensor] | None = None  # (B, N, D) -> logits; the loop lends the backbone's
 
     def update(self, block: Callable[[Tensor], Tensor]) -> Tokens:
         """Run a block on the live rows."""
@@ -76,8 +79,34 @@ class Tokens:
         """(B, D): mean over the live tokens of each image; 0 for an image with none."""
         raise NotImplementedError
 
-    def advance(self, keep: Tensor, gate: Tensor | None = None) -> Tokens:
-        """Only rows with `keep` go on."""
+    def rank(self, score: Tensor) -> Tensor:
+        """0, 1, 2... in its image for the live row of the highest score, the next... Of equals the first comes first."""
+        raise NotImplementedError
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """(B, n, ...): rows image by image, for what compares the tokens of an image; `padding` says which are real."""
+        raise NotImplementedError
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """Back to rows."""
+        raise NotImplementedError
+
+    @property
+    def padding(self) -> Tensor:
+        """(B, n) bool: which entries of a padded tensor are live rows."""
+        raise NotImplementedError
+
+    @property
+    def images_live(self) -> Tensor:
+        """(B,) bool: which images have a live token."""
+        raise NotImplementedError
+
+    def read(self) -> Tensor:
+        """(B, classes): what the backbone would answer if everyone stopped now; 0 for images that are done."""
+        raise NotImplementedError
+
+    def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Tokens:
+        """Only rows with `keep` go on; None: all."""
         raise NotImplementedError
 
     def stream(self) -> Tensor:
@@ -107,10 +136,14 @@ class Tokens:
     def is_prefix(self) -> Tensor:
         return self.place < self.prefix
 
-    def decide(self, depth: int, keep: Tensor) -> Tensor:
+    def decide(self, depth: int, keep: Tensor | None) -> Tensor | None:
         """The outcome of a decision: the method's own, or the depth forced on the token (bench, tests)."""
         forced = self.notes.get("forced")
         return keep if forced is None else forced > depth + 1
+
+    def forget(self) -> dict[str, Any]:
+        """What belonged to the block just run."""
+        return {"tap": None, "attention": None, "keys": None}
 
     @property
     def value(self) -> Tensor:
@@ -130,6 +163,7 @@ class Masked(Tokens):
 
     live: Tensor = None  # type: ignore[assignment]  # (B, N) bool
     gate: Tensor | None = None  # (B, N): 1 for live, 0 for halted, with the gradient of a soft decision
+    whole: bool = True  # nobody can have halted yet: nothing to mask, and the fastest attention
 
     @staticmethod
     def start(x_BND: Tensor, prefix: int) -> Masked:
@@ -138,18 +172,25 @@ class Masked(Tokens):
 
     def update(self, block: Callable[[Tensor], Tensor]) -> Masked:
         new = block(self.x)
-        if self.gate is None:
+        if self.whole:
+            x = new
+        elif self.gate is None:
             x = torch.where(self.live[..., None], new, self.x)
         else:
             x = self.x + self.gate[..., None].to(new.dtype) * (new - self.x)
         return replace(self, x=x)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        bias = self.notes.get("key_bias")
+        if self.keeping_keys:
+            self.keys = k.mean(1)
         if self.watching:
             self.attention = looked_at(q.detach(), k.detach(), self.live, self.prefix, options.get("scale"))
+        if self.whole and bias is None:
+            return F.scaled_dot_product_attention(q, k, v, **options)
         if self.gate is not None:
-            return attend_gated(q, k, v, self.gate, **options)
-        return attend_masked(q, k, v, self.live, **options)
+            return attend_gated(q, k, v, self.gate if bias is None else self.gate * bias.exp(), **options)
+        return attend_masked(q, k, v, self.live, bias, **options)
 
     def per_image(self, values_B: Tensor) -> Tensor:
         return values_B[:, None].expand(-1, self.shape[1], *values_B.shape[1:])
@@ -161,10 +202,36 @@ class Masked(Tokens):
     def add_final(self, weight: Tensor | None) -> None:
         super().add_final(None if weight is None else torch.where(self.live, weight, 0.0))
 
-    def advance(self, keep: Tensor, gate: Tensor | None = None) -> Masked:
+    def rank(self, score: Tensor) -> Tensor:
+        order = score.masked_fill(~self.live, -torch.inf).argsort(-1, descending=True, stable=True)
+        return order.argsort(-1)
+
+    def pad(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        return padded
+
+    @property
+    def padding(self) -> Tensor:
+        return self.live
+
+    @property
+    def images_live(self) -> Tensor:
+        return self.live.any(-1)
+
+    def read(self) -> Tensor:
+        assert self.reader is not None
+        logits = self.reader(self.stream())
+        return torch.where(self.images_live[:, None], logits, 0.0)
+
+    def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Masked:
+        if keep is None:
+            return replace(self, **self.forget())
         if gate is not None and self.gate is not None:
             gate = gate * self.gate
-        return replace(self, live=self.live & keep, gate=self.gate if gate is None else gate, tap=None, attention=None)
+        gate = self.gate if gate is None else gate
+        return replace(self, live=self.live & keep, gate=gate, whole=False, **self.forget())
 
     def stream(self) -> Tensor:
         return self.value
@@ -200,9 +267,11 @@ class Packed(Tokens):
         return replace(self, x=block(self.x[None])[0])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        if self.keeping_keys:
+            self.keys = k[0].mean(0)
         if self.watching:
             self.attention = looked_at_packed(q.detach(), k.detach(), self.lengths, self.prefix, options.get("scale"))
-        return attend_packed(q, k, v, self.lengths, **options)
+        return attend_packed(q, k, v, self.lengths, self.notes.get("key_bias"), **options)
 
     @property
     def empty(self) -> bool:
@@ -220,9 +289,49 @@ class Packed(Tokens):
         sums = rows.new_zeros(self.shape[0], rows.shape[-1]).index_add(0, self.image, rows)
         return sums / rows.new_tensor(self.lengths).clamp_min(1)[:, None]
 
-    def advance(self, keep: Tensor, gate: Tensor | None = None) -> Packed:
-        if bool(keep.all()):
-            return replace(self, tap=None, attention=None)
+    def rank(self, score: Tensor) -> Tensor:
+        order = score.argsort(descending=True, stable=True)
+        order = order[self.image[order].argsort(stable=True)]  # image after image, best first
+        within = torch.arange(len(order), device=order.device) - self._begin[self.image]
+        return torch.empty_like(order).index_copy(0, order, within)
+
+    @property
+    def _begin(self) -> Tensor:
+        """(B,) first row of each image."""
+        sizes = torch.tensor(self.lengths, device=self.x.device)
+        return sizes.cumsum(0) - sizes
+
+    @property
+    def _slot(self) -> Tensor:
+        """(T,) where each row sits in a padded (B * n) list."""
+        within = torch.arange(len(self.home), device=self.home.device) - self._begin[self.image]
+        return self.image * max(self.lengths) + within
+
+    def pad(self, rows: Tensor) -> Tensor:
+        images, longest = self.shape[0], max(self.lengths)
+        flat = rows.new_zeros(images * longest, *rows.shape[1:]).index_copy(0, self._slot, rows)
+        return flat.unflatten(0, (images, longest))
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        return padded.flatten(0, 1).index_select(0, self._slot)
+
+    @property
+    def padding(self) -> Tensor:
+        return self.pad(torch.ones_like(self.home, dtype=torch.bool))
+
+    @property
+    def images_live(self) -> Tensor:
+        return torch.tensor(self.lengths, device=self.x.device) > 0
+
+    def read(self) -> Tensor:
+        assert self.reader is not None
+        going = self.images_live.nonzero()[:, 0]
+        logits = self.reader(self.stream().index_select(0, going))
+        return logits.new_zeros(self.shape[0], logits.shape[-1]).index_copy(0, going, logits)
+
+    def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Packed:
+        if keep is None or bool(keep.all()):
+            return replace(self, **self.forget())
         going, leaving = keep.nonzero()[:, 0], (~keep).nonzero()[:, 0]
         home = self.home.index_select(0, going)
         lengths = torch.bincount(home // self.shape[1], minlength=self.shape[0]).tolist()
@@ -235,8 +344,7 @@ class Packed(Tokens):
             home=home,
             lengths=lengths,
             stopped=[*self.stopped, left],
-            tap=None,
-            attention=None,
+            **self.forget(),
         )
 
     def stream(self) -> Tensor:

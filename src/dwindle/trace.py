@@ -21,10 +21,13 @@ class Trace:
     blocks: int
     lives: list[Where] = field(default_factory=list)
     values: list[dict[str, Tensor]] = field(default_factory=list)
+    exits: list[Tensor] = field(default_factory=list)  # (B, classes) logits at each depth, where a method reads them
 
-    def record(self, tokens: Tokens, values: dict[str, Tensor]) -> None:
+    def record(self, tokens: Tokens, values: dict[str, Tensor], exit: Tensor | None = None) -> None:
         self.lives.append(tokens.where)
         self.values.append(values)
+        if exit is not None:
+            self.exits.append(exit)
 
     @cached_property
     def live(self) -> Tensor:

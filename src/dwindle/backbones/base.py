@@ -89,6 +89,13 @@ class Backbone:
         """(B, N, D) -> logits."""
         raise NotImplementedError
 
+    def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the class token's head and of the distillation token's."""
+        raise DwindleError(
+            f"{type(self.vit).__name__} has no distillation token; take a distilled model "
+            "(deit_tiny_distilled_patch16_224, ...), or distil into its logits with distill='soft'."
+        )
+
     @property
     def shape(self) -> Shape:
         raise NotImplementedError

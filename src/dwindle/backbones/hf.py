@@ -79,12 +79,19 @@ class HuggingFaceViT(Backbone):
 
     def readout(self, stream_BND: Tensor) -> Tensor:
         vit: Any = self.vit
-        x = self.tower.layernorm(stream_BND)
         if self.is_dino:
+            x = self.tower.layernorm(stream_BND)
             return vit.classifier(torch.cat([x[:, 0], x[:, self.shape.prefix :].mean(1)], -1))
         if self.kind == "DeiTForImageClassificationWithTeacher":
-            return (vit.cls_classifier(x[:, 0]) + vit.distillation_classifier(x[:, 1])) / 2
-        return vit.classifier(x[:, 0])
+            return sum(self.answers(stream_BND)) / 2
+        return vit.classifier(self.tower.layernorm(stream_BND[:, 0]))
+
+    def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kind != "DeiTForImageClassificationWithTeacher":
+            return super().answers(stream_BND)
+        vit: Any = self.vit
+        x = self.tower.layernorm(stream_BND[:, :2])
+        return vit.cls_classifier(x[:, 0]), vit.distillation_classifier(x[:, 1])
 
     @property
     def shape(self) -> Shape:

@@ -66,7 +66,16 @@ class TimmViT(Backbone):
         return vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
 
     def readout(self, stream_BND: Tensor) -> Tensor:
+        if self.vit.global_pool == "token":
+            stream_BND = stream_BND[:, : self.vit.num_prefix_tokens]  # nobody else is read: no need to norm them
         return self.vit.forward_head(self.vit.norm(stream_BND))
+
+    def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
+        vit = self.vit
+        if not hasattr(vit, "head_dist"):
+            return super().answers(stream_BND)
+        x = vit.norm(stream_BND[:, :2])
+        return vit.head(vit.head_drop(x[:, 0])), vit.head_dist(vit.head_drop(x[:, 1]))
 
     @property
     def shape(self) -> Shape:

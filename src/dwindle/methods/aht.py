@@ -6,7 +6,7 @@ defaults ground it; `AHT.as_printed()` is the paper. docs/methods/aht.md says wh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from ..errors import unknown
 from ..tokens import Tokens
 from ..trace import Trace
 from .base import Method, Verdict, halting_distribution, halting_kl, normalised_gaussian, require, wide
+
+if TYPE_CHECKING:
+    from ..model import Output
 
 PRESETS: dict[str, dict[str, float]] = {  # Table 2, as printed, and the share of the cost that Table 3 reports for it
     "high_accuracy": {"lambda_p": 1e-3, "lambda_t": 1.0, "budget": 0.83},
@@ -66,8 +69,8 @@ class Planner(nn.Module):
             return (score - self.mean) / self.deviation
         mean, deviation = _moments(score, tokens.counted & ~tokens.is_prefix)
         with torch.no_grad():
-            self.mean = self.mean.lerp(mean.to(self.mean.dtype), 0.05)
-            self.deviation = self.deviation.lerp(deviation.to(self.mean.dtype), 0.05)
+            self.mean.lerp_(mean.to(self.mean.dtype), 0.05)
+            self.deviation.lerp_(deviation.to(self.mean.dtype), 0.05)
         return (score - mean) / deviation
 
 
@@ -206,6 +209,7 @@ class AHT(Method):
         if not self.halt_class:
             keep = keep | tokens.is_prefix
         keep = tokens.decide(depth, keep)
+        assert keep is not None
         return Verdict(keep, gate=self._gate(tokens, score, keep), record=record)
 
     def _plan(self, layer: int, tokens: Tokens) -> dict[str, Tensor]:
@@ -229,7 +233,8 @@ class AHT(Method):
         survival = tokens.notes["survival"] = tokens.notes["survival"] * (1 - score)
         return torch.where(tokens.is_prefix & (not self.halt_class), 1.0, keep + (survival - survival.detach()))
 
-    def losses(self, trace: Trace, teacher: Trace | None = None) -> dict[str, Tensor]:
+    def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
+        trace = out.trace
         first = 0 if self.halt_class else trace.prefix  # the tokens that may halt
         actual = halting_distribution(trace.scores[..., first:], trace.live[..., first:], self.p_actual)
         layers = torch.arange(1, trace.blocks + 1, device=actual.device, dtype=actual.dtype)[:, None, None]
@@ -255,9 +260,9 @@ class AHT(Method):
             self.lambda_i
             and self.budget is not None
             and teacher is not None
-            and any("attention" in v for v in teacher.values)
+            and any("attention" in v for v in teacher.trace.values)
         ):
-            terms["importance"] = self._importance(trace, teacher)
+            terms["importance"] = self._importance(trace, teacher.trace)
         return terms
 
     def _importance(self, trace: Trace, teacher: Trace) -> Tensor:

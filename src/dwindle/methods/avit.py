@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from ..backbones.base import Shape
 from ..tokens import Tokens
-from ..trace import Trace
 from .base import Method, Verdict, halting_kl, normalised_gaussian, require, wide
+
+if TYPE_CHECKING:
+    from ..model import Output
 
 
 class AViT(Method):
@@ -76,13 +80,16 @@ class AViT(Method):
         keep = cumulative < self.threshold  # Eq. 4
         if not self.halt_class:
             keep = keep | tokens.is_prefix
-        keep = tokens.decide(depth, keep) & (not last)
+        keep = tokens.decide(depth, keep)
+        assert keep is not None
+        keep = keep & (not last)
         remainder = (1 - before).clamp_min(0)  # Eq. 6
         # Eq. 7. A token that is kept past a sum of 1 (class token, raised threshold) has no probability left to give.
         probability = torch.where(keep, torch.minimum(score, remainder), remainder)
         return Verdict(keep, weight=probability.to(tokens.x.dtype), record={"score": score, "remainder": remainder})
 
-    def losses(self, trace: Trace, teacher: Trace | None = None) -> dict[str, Tensor]:
+    def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
+        trace = out.trace
         exits = trace.depth
         at_exit = torch.arange(1, trace.blocks + 1, device=exits.device)[:, None, None] == exits
         remainder = (trace.stack("remainder") * at_exit).sum(0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,19 @@ from ..errors import DwindleError
 from ..tokens import Tokens
 from ..trace import Trace
 
+if TYPE_CHECKING:
+    from ..model import Output
+
 
 @dataclass
 class Verdict:
     """What a method says after a block, all on rows."""
 
-    keep: Tensor  # bool: who goes on
+    keep: Tensor | None  # bool: who goes on; None: nothing is decided here
     weight: Tensor | None = None  # share of this block's output in the token's result; None: the last state counts
     gate: Tensor | None = None  # keep as 1 and 0, with the gradient of the soft decision behind it
     record: dict[str, Tensor] = field(default_factory=dict)  # values for the trace
+    exit: Tensor | None = None  # (B, classes): logits read at this depth, for the trace
 
 
 class Method(nn.Module):
@@ -53,9 +57,13 @@ class Method(nn.Module):
         """After block `depth` (from 0)."""
         raise NotImplementedError
 
-    def losses(self, trace: Trace, teacher: Trace | None = None) -> dict[str, Tensor]:
-        """The method's own loss terms, unweighted. `teacher` is the trace of `Static(attention=True)` on the batch."""
+    def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
+        """The method's own loss terms, unweighted. `teacher` is what `Static(attention=True)` said of the batch."""
         return {}
+
+    def exit_weights(self, trace: Trace) -> Tensor | None:
+        """(L, B): how much the answer read at each depth counts in the task loss. None: the last one alone."""
+        return None
 
     @property
     def loss_weights(self) -> dict[str, float]:

@@ -24,8 +24,7 @@ class Static(Method):
         return tokens
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
-        keep = tokens.decide(depth, torch.ones_like(tokens.place, dtype=torch.bool))
-        return Verdict(keep, record={} if tokens.attention is None else {"attention": tokens.attention})
+        return Verdict(tokens.decide(depth, None), record={} if tokens.attention is None else {"attention": tokens.attention})
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         if not self.attention:

@@ -25,12 +25,21 @@ def attend_ref(q: Tensor, k: Tensor, v: Tensor, gate_BN: Tensor, scale: float | 
 
 
 def attend_masked(
-    q: Tensor, k: Tensor, v: Tensor, live_BN: Tensor, *, dropout_p: float = 0.0, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    live_BN: Tensor,
+    bias_BN: Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
 ) -> Tensor:
-    """Every row (B, H, N, E) attends to the live rows of its image."""
+    """Every row (B, H, N, E) attends to the live rows of its image. bias: added to the scores of a key (gate e^bias)."""
     # An image with nobody left would be a softmax over nothing, NaN also in the backward pass. Its rows are thrown
     # away by the caller, so it may as well attend to everything.
     mask = live_BN | ~live_BN.any(-1, keepdim=True)
+    if bias_BN is not None:
+        mask = bias_BN.to(q.dtype).masked_fill(~mask, -torch.inf)
     return F.scaled_dot_product_attention(q, k, v, mask[:, None, None, :], dropout_p=dropout_p, scale=scale)
 
 
@@ -51,7 +60,14 @@ def attend_gated(
 
 
 def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, dropout_p: float = 0.0, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    bias_T: Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
 ) -> Tensor:
     """Rows (1, H, T, E), `lengths[i]` of them for image i: each image attends within itself.
 
@@ -63,12 +79,14 @@ def attend_packed(
         return v
     if len(set(sizes)) == 1:
         q, k, v = (rows[0].unflatten(1, (len(sizes), sizes[0])).transpose(0, 1) for rows in (q, k, v))  # (B, H, n, E)
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, scale=scale)
+        mask = None if bias_T is None else bias_T.to(q.dtype).view(len(sizes), 1, 1, sizes[0])
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout_p, scale=scale)
         return out.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
     if q.is_cuda:
-        return _attend_padded(q, k, v, sizes, dropout_p=dropout_p, scale=scale)
-    images = zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2))
-    outs = [F.scaled_dot_product_attention(*image, None, dropout_p, scale=scale).transpose(1, 2) for image in images]
+        return _attend_padded(q, k, v, sizes, bias_T, dropout_p=dropout_p, scale=scale)
+    masks = [None] * len(sizes) if bias_T is None else bias_T.to(q.dtype).view(1, 1, 1, -1).split(sizes, 3)
+    images = zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), masks)
+    outs = [F.scaled_dot_product_attention(*image, dropout_p, scale=scale).transpose(1, 2) for image in images]
     return torch.cat(outs, 1).transpose(1, 2)
 
 
@@ -95,7 +113,14 @@ def looked_at_packed(q: Tensor, k: Tensor, lengths: Sequence[int], prefix: int, 
 
 
 def _attend_padded(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, dropout_p: float, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    bias_T: Tensor | None = None,
+    *,
+    dropout_p: float,
+    scale: float | None,
 ) -> Tensor:
     sizes = torch.tensor(lengths, device=q.device)
     real = torch.arange(max(lengths), device=q.device) < sizes[:, None]  # (B, longest)
@@ -105,7 +130,11 @@ def _attend_padded(
         padded = rows.new_zeros(real.numel(), rows.shape[1], rows.shape[-1])
         return padded.index_copy(0, slot, rows[0].transpose(0, 1)).unflatten(0, real.shape).transpose(1, 2)
 
+    mask = real
+    if bias_T is not None:
+        filled = q.new_full((real.numel(),), -torch.inf).index_copy(0, slot, bias_T.to(q.dtype))
+        mask = filled.view(real.shape)
     out = F.scaled_dot_product_attention(
-        pad(q), pad(k), pad(v), real[:, None, None, :], dropout_p=dropout_p, scale=scale
+        pad(q), pad(k), pad(v), mask[:, None, None, :], dropout_p=dropout_p, scale=scale
     )
     return out.transpose(1, 2).flatten(0, 1)[slot].transpose(0, 1)[None]
