@@ -33,11 +33,13 @@ def save(
     what: str = "all",
     half: bool = False,
     extra: dict[str, Any] | None = None,
+    weights: dict[str, Tensor] | None = None,
 ) -> Path:
     """Write a checkpoint folder. It appears whole or not at all, also when the process is killed.
 
     what: 'all', or 'method' for only what the method added. half: store weights in float16.
     extra: JSON kept in the config (data, preprocessing, results); `load` hands it back as `model.extra`.
+    weights: the model's state dict, where it was gathered from several processes.
     """
     from safetensors.torch import save_file
 
@@ -57,15 +59,14 @@ def save(
         "saved": what,
         "extra": {**getattr(model, "extra", {}), **(extra or {})},
     }
-    weights = {f"method.{name}": value for name, value in model.method.state_dict().items()}
-    if what == "all":
-        weights |= model.vit.state_dict()
-    weights = {name: _storable(value, half) for name, value in weights.items()}
+    state = model.state_dict() if weights is None else weights
+    chosen = {name: value for name, value in state.items() if what == "all" or name.startswith("method.")}
+    stored = {name.removeprefix("vit."): _storable(value, half) for name, value in chosen.items()}
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
-        save_file(weights, scratch / WEIGHTS, metadata={"format": "pt"})
+        save_file(stored, scratch / WEIGHTS, metadata={"format": "pt"})
         (scratch / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         scratch.chmod(0o755)
         _swap_in(scratch, folder)

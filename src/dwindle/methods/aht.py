@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .. import ranks
 from ..backbones.base import Shape
 from ..cost import budget_share
 from ..errors import unknown
@@ -75,10 +76,11 @@ class Planner(nn.Module):
 
 
 def _moments(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation over the tokens that count, of all processes."""
     weight = counted.to(values.dtype)
-    total = weight.sum().clamp_min(1)
-    mean = (weight * values).sum() / total
-    return mean, ((weight * (values - mean) ** 2).sum() / total + 1e-6).sqrt()
+    count = ranks.total(weight.sum()).clamp_min(1)
+    mean = ranks.total((weight * values).sum()) / count
+    return mean, (ranks.total((weight * (values - mean) ** 2).sum()) / count + 1e-6).sqrt()
 
 
 class AHT(Method):
@@ -253,7 +255,7 @@ class AHT(Method):
                 actual, normalised_gaussian(plan.nan_to_num(0.0), trace.blocks, self.sigma)
             )  # Eq. 2-3
             if self.halted_plans == "skip":
-                divergence = divergence.masked_fill(silent, 0.0).sum() / (~silent).sum().clamp_min(1)
+                divergence = ranks.share(divergence.masked_fill(silent, 0.0).sum(), (~silent).sum())
             divergences.append(divergence.mean())
         terms = {"ponder": ponder, "target_depth": torch.stack(divergences).mean()}
         if (
@@ -271,14 +273,19 @@ class AHT(Method):
         The attention a token will get late says more of what the task needs than what it gets at the stage itself.
         """
         late = teacher.stack("attention")[-max(1, trace.blocks // 3) :].mean(0)[:, trace.prefix :].clamp_min(1e-6).log()
-        wanted = (late - late.mean()) / late.std().clamp_min(1e-6)
+        mean, deviation = _moments(late, torch.ones_like(late, dtype=torch.bool))
+        wanted = (late - mean) / deviation
         distances = []
         for where, values in zip(trace.lives, trace.values):
             if "standing" in values:
                 live = where.sheet()[:, trace.prefix :]
                 distance = (where.sheet(values["standing"])[:, trace.prefix :] - wanted) ** 2
-                distances.append((distance * live).sum() / live.sum().clamp_min(1))
+                distances.append(ranks.share((distance * live).sum(), live.sum()))
         return torch.stack(distances).mean()
+
+    @property
+    def asks_attention(self) -> bool:  # type: ignore[override]
+        return bool(self.lambda_i) and self.budget is not None
 
     @property
     def brought_in(self) -> float:

@@ -39,6 +39,7 @@ class Method(nn.Module):
     registry: ClassVar[dict[str, type[Method]]] = {}
     paper: ClassVar[str] = ""
     dial: tuple[str, float, float] | None = None  # attribute that sets the cost after training: name, cheapest, dearest
+    asks_attention: bool = False  # its losses read the teacher's attention
     progress: float = 1.0  # share of the training done; the training loop sets it, ramps read it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

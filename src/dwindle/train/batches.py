@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ..errors import DwindleError
 
@@ -56,17 +56,32 @@ def _generator(seed: int, epoch: int) -> torch.Generator:
 
 
 class _Order(Sampler):
-    """Yields (epoch, index): the epoch travels with the index, so persistent workers see it change."""
+    """Yields (epoch, index): the epoch travels with the index, so persistent workers see it change.
 
-    def __init__(self, n: int, shuffle: bool, seed: int):
-        self.n, self.shuffle, self.seed, self.epoch = n, shuffle, seed, 0
+    In training all ranks together draw the batch of world * batch images that one process would, in rank order. In
+    evaluation rank r takes every world-th image from the r-th on.
+    """
+
+    def __init__(self, images: Images, batch: int, train: bool, seed: int, rank: int, world: int):
+        self.images, self.batch, self.train, self.seed = images, batch, train, seed
+        self.rank, self.world, self.epoch = rank, world, 0
 
     def __len__(self) -> int:
-        return self.n
+        n = len(self.images)
+        if not self.train:
+            return len(range(self.rank, n, self.world))
+        return n // (self.world * self.batch) * self.batch or n
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        epoch = self.epoch
-        order = torch.randperm(self.n, generator=_generator(self.seed, epoch)) if self.shuffle else torch.arange(self.n)
+        epoch, n = self.epoch, len(self.images)
+        if self.train:
+            order = self.images.shuffled(_generator(self.seed, epoch))
+            steps = n // (self.world * self.batch)
+            if steps:  # else fewer than a batch, all of which are drawn
+                joint = order[: steps * self.world * self.batch].reshape(steps, self.world, self.batch)
+                order = joint[:, self.rank].ravel()
+        else:
+            order = np.arange(self.rank, n, self.world)
         return ((epoch, i) for i in order.tolist())
 
     def set_epoch(self, epoch: int) -> None:
@@ -98,20 +113,37 @@ class Loader(DataLoader):
         cast(_Order, self.sampler).set_epoch(epoch)
 
 
-def loader(images: Images, batch: int, train: bool = False, workers: int = 0, seed: int = 0) -> Loader:
-    """Batches of `images`; call `set_epoch` before each pass. Training shuffles and drops the last partial batch."""
+def _in_worker(_: int) -> None:
+    info = cast(Any, get_worker_info())
+    info.dataset.images.share_memory(info.num_workers)
+
+
+def loader(
+    images: Images, batch: int, train: bool = False, workers: int = 0, seed: int = 0, rank: int = 0, world: int = 1
+) -> Loader:
+    """Batches of `images`; call `set_epoch` before each pass. Training shuffles and drops the last partial batch.
+
+    Of `world` processes, each with its `rank` and `batch` images at a time, every image goes to one.
+    """
     if images.transform is None:
         raise DwindleError(f"'{images.name}' has no transform to make tensors with; set images.transform first.")
     if workers < 0:
         raise DwindleError(f"workers = {workers}: it must be at least 0.")
+    if batch < 1:
+        raise DwindleError(f"batch = {batch}: it must be at least 1.")
+    if not 0 <= rank < world:
+        raise DwindleError(f"rank = {rank}: of {world} processes it must lie between 0 and {world - 1}.")
+    if train and world > 1 and len(images) < world * batch:
+        joint = f"a joint batch of {world} x {batch}"
+        raise DwindleError(f"'{images.name}' has {len(images)} images, too few for {joint}; lower batch.")
     if workers:
         images.warm()
     return Loader(
         _Seeded(images, seed),
         batch,
-        sampler=_Order(len(images), train, seed),
+        sampler=_Order(images, batch, train, seed, rank, world),
         num_workers=workers,
-        drop_last=train and len(images) >= batch,
+        worker_init_fn=_in_worker,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=workers > 0,
         generator=torch.Generator(),  # else each pass draws a number from the caller's
@@ -161,9 +193,10 @@ class Resident:
         flip: bool = True,
         jitter: float = 0.0,
         dtype: torch.dtype = torch.float32,
+        part: tuple[int, int] = (0, 1),
     ) -> Batches:
-        """(images (B, 3, size, size) normalised, labels (B,)); the rest as in `loader`."""
-        return Batches(self, batch, train, seed, epoch, tuple(mean), tuple(std), min_scale, flip, jitter, dtype)
+        """(images (B, 3, size, size) normalised, labels (B,)); the rest as in `loader`, part = (rank, world)."""
+        return Batches(self, batch, train, seed, epoch, tuple(mean), tuple(std), min_scale, flip, jitter, dtype, part)
 
     def crop(self, x: Tensor) -> Tensor:
         """The evaluation view of stored images (B, 3, S, S) in 0..255: resampled only where S asks for it."""
@@ -247,13 +280,16 @@ class Batches:
     flip: bool
     jitter: float
     dtype: torch.dtype
+    part: tuple[int, int] = (0, 1)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        n = len(self.data)
-        return n // self.batch if self.train and n >= self.batch else -(-n // self.batch)
+        n, (rank, world) = len(self.data), self.part
+        if self.train and n >= self.batch * world:
+            return n // (self.batch * world)
+        return -(-len(range(rank, n, world)) // self.batch)
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -263,6 +299,7 @@ class Batches:
         generator = _generator(self.seed, self.epoch)
         order = (torch.randperm(n, generator=generator) if self.train else torch.arange(n)).to(device)
         draws = torch.rand(n, 8, generator=generator).to(device)
+        order, draws = self._own(order), self._own(draws)
         for at in range(0, len(self) * self.batch, self.batch):
             rows, u = order[at : at + self.batch], draws[at : at + self.batch]
             x = data.images[rows].float()
@@ -273,6 +310,17 @@ class Batches:
             else:
                 x = data.crop(x)
             yield ((x - mean) / std).to(self.dtype), data.labels[rows]
+
+
+    def _own(self, rows: Tensor) -> Tensor:
+        """This process's rows: its part of every joint batch in training, every world-th one else."""
+        rank, world = self.part
+        if not self.train:
+            return rows[rank::world]
+        joint = rows[: len(rows) // (self.batch * world) * self.batch * world]
+        if not len(joint):
+            return rows
+        return joint.unflatten(0, (-1, world, self.batch))[:, rank].flatten(0, 1)
 
 
 def _jitter(x: Tensor, factors: Tensor) -> Tensor:

@@ -6,13 +6,16 @@ import copy
 import json
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
@@ -24,6 +27,7 @@ EVALUATION = ("validation", "val", "test")  # synonyms, in the order they are tr
 SPLITS = ("train", *EVALUATION)
 LABELS = ("fine_label", "label", "labels")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+MEMORY = 2 << 30  # bytes of encoded images held at once
 FORMS = "expected class folders (folder/class_a/*.jpg, or folder/train/class_a/*.jpg) or Hugging Face parquet files."
 
 
@@ -49,32 +53,72 @@ def _from_cell(cell: dict | None, what: str) -> Image.Image:
 
 
 class _Parquet:
-    """Rows of parquet shards; a row group is read when first touched, and kept as arrow buffers."""
+    """Rows of parquet shards, held by row group in at most `memory` bytes: the group longest unused goes first."""
 
-    def __init__(self, files: list[Path], column: str):
+    def __init__(self, files: list[Path], column: str, memory: int = MEMORY):
         metas = [(path, _parquet_file(path).metadata) for path in files]
         self.groups = [(path, g) for path, meta in metas for g in range(meta.num_row_groups)]
-        self.starts = np.cumsum([0, *(m.row_group(g).num_rows for _, m in metas for g in range(m.num_row_groups))])
-        self.column = column
-        self.loaded: dict[int, Any] = {}
+        self.sizes, counts = [], []
+        for _, meta in metas:
+            leaves = [c for c in range(meta.num_columns) if meta.schema.column(c).path.startswith(f"{column}.")]
+            for group in map(meta.row_group, range(meta.num_row_groups)):
+                counts.append(group.num_rows)
+                pages = sum(group.column(c).total_uncompressed_size for c in leaves)
+                self.sizes.append(pages + 16 * group.num_rows)  # and arrow's offsets
+        self.starts = np.cumsum([0, *counts])
+        self.column, self.memory, self.room = column, memory, memory
+        self.held: OrderedDict[int, Any] = OrderedDict()
+        self.lock = Lock()
 
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "loaded": {}}  # a spawned worker reads its own rows rather than unpickling them all
+    def __getstate__(self) -> dict:  # a spawned worker reads its own rows rather than unpickling them all
+        return {name: value for name, value in self.__dict__.items() if name not in ("held", "lock")}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self.held, self.lock = OrderedDict(), Lock()
+
+    @property
+    def window(self) -> int:
+        """Bytes of the row groups that are shuffled together, and so are in use at once."""
+        return self.memory // 4
 
     def _group(self, g: int) -> Any:
-        if g not in self.loaded:
+        with self.lock:
+            if g in self.held:
+                self.held.move_to_end(g)
+                return self.held[g]
+            while self.held and sum(c.nbytes for c in self.held.values()) + self.sizes[g] > self.room:
+                self.held.popitem(last=False)  # before the read: a group larger than the room is held alone
             path, part = self.groups[g]
             with _reading(path):
                 table = _parquet_file(path).read_row_group(part, columns=[self.column], use_threads=False)
-            self.loaded[g] = table.column(self.column)
-        return self.loaded[g]
+            self.held[g] = table.column(self.column)
+            return self.held[g]
+
+    def _groups_of(self, rows: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.starts, rows, side="right") - 1
+
+    def fits(self, rows: np.ndarray) -> bool:
+        return sum(self.sizes[g] for g in np.unique(self._groups_of(rows))) <= self.memory
 
     def warm(self, rows: np.ndarray) -> None:
-        for g in np.unique(np.searchsorted(self.starts, rows, side="right") - 1):
+        for g in np.unique(self._groups_of(rows)):
             self._group(int(g))
 
+    def windows(self, rows: np.ndarray, generator: torch.Generator) -> np.ndarray:
+        """The window each row falls into, when the row groups in random order fill one window after the other."""
+        groups = self._groups_of(rows)
+        touched = np.unique(groups)
+        window_of = np.zeros(len(self.groups), dtype=np.int64)
+        window = filled = 0
+        for g in touched[torch.randperm(len(touched), generator=generator).numpy()]:
+            if filled and filled + self.sizes[g] > self.window:
+                window, filled = window + 1, 0
+            window_of[g], filled = window, filled + self.sizes[g]
+        return window_of[groups]
+
     def __call__(self, i: int) -> Image.Image:
-        g = int(np.searchsorted(self.starts, i, side="right")) - 1
+        g = int(self._groups_of(np.array(i)))
         cell = self._group(g)[i - int(self.starts[g])].as_py()
         return _from_cell(cell, f"in row {i} ('{self.groups[g][0]}')")
 
@@ -100,10 +144,27 @@ class Images(Dataset):
         image = self.image(i)
         return (self.transform(image) if self.transform else image), int(self.labels[i])
 
+    @property
+    def streams(self) -> bool:
+        """Whether the images are too many to hold at once, so that the order they are read in matters."""
+        return isinstance(self.source, _Parquet) and not self.source.fits(self.rows)
+
     def warm(self) -> None:
         """Read what threads and forked workers can then share."""
-        if isinstance(self.source, _Parquet):
+        if isinstance(self.source, _Parquet) and not self.streams:
             self.source.warm(self.rows)
+
+    def share_memory(self, workers: int) -> None:
+        """In a worker: hold a worker's part of the memory, yet never less than what is shuffled together."""
+        if isinstance(self.source, _Parquet) and self.streams:
+            self.source.room = max(self.source.memory // workers, self.source.window)
+
+    def shuffled(self, generator: torch.Generator) -> np.ndarray:
+        """Every index once, in random order; where images stream, window after window of row groups."""
+        order = torch.randperm(len(self), generator=generator).numpy()
+        if isinstance(self.source, _Parquet) and self.streams:
+            order = order[np.argsort(self.source.windows(self.rows, generator)[order], kind="stable")]
+        return order
 
     def select(self, indices: np.ndarray) -> Images:
         """A view on some of the images; classes stay those of the whole."""
@@ -120,6 +181,22 @@ def limit(images: Images, n: int, seed: int | None = None) -> Images:
     return images.select(order[:n])
 
 
+def hold_out(images: Images, share: float, seed: int = 0) -> tuple[Images, Images]:
+    """The images without a share of them, and that share: of each class as large a part as of the whole, within one."""
+    n = len(images)
+    if not 0 < share < 1 or n < 2:
+        raise DwindleError(
+            f"Cannot hold out {share} of the {n} images of '{images.name}'; give a share between 0 and 1."
+        )
+    rng = np.random.default_rng(seed)
+    by_class = np.lexsort((rng.permutation(n), images.labels))
+    count = min(max(round(share * n), 1), n - 1)
+    # Evenly spaced along the classes laid end to end, so that classes of one image are sampled fairly too.
+    held = np.zeros(n, dtype=bool)
+    held[by_class[((np.arange(count) + rng.random()) * n / count).astype(np.int64)]] = True
+    return images.select(np.flatnonzero(~held)), images.select(np.flatnonzero(held))
+
+
 def check_labels(labels: Any, num_classes: int) -> None:
     """Refuse labels that a head of `num_classes` outputs cannot have."""
     labels = np.asarray(labels)
@@ -133,8 +210,11 @@ def check_labels(labels: Any, num_classes: int) -> None:
         )
 
 
-def open_data(name: str, split: str = "train", root: str | None = None) -> Images:
-    """Open a known name, a folder, or a Hub id. Names are looked for under `root`, $DWINDLE_DATA or ./data."""
+def open_data(name: str, split: str = "train", root: str | None = None, memory: int = MEMORY) -> Images:
+    """Open a known name, a folder, or a Hub id. Names are looked for under `root`, $DWINDLE_DATA or ./data.
+
+    Parquet files of more than `memory` bytes stream.
+    """
     given = Path(name).expanduser()
     base = Path(root or os.environ.get("DWINDLE_DATA") or "data").expanduser()
     places = [base / given, given] if name in KNOWN else [given, base / given]
@@ -142,7 +222,7 @@ def open_data(name: str, split: str = "train", root: str | None = None) -> Image
         places.insert(1, base / "cifar-100-python")  # where torchvision puts it when told to download into `base`
     folder = next((p for p in places if p.exists()), None)
     if folder is not None:
-        return _open_folder(folder, split, name)
+        return _open_folder(folder, split, name, memory)
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         return _open_hub(name, split)
     looked = "looked at " + ", ".join(f"'{p}'" for p in dict.fromkeys(places))
@@ -152,7 +232,7 @@ def open_data(name: str, split: str = "train", root: str | None = None) -> Image
     raise unknown("data set", name, KNOWN, point)
 
 
-def _open_folder(folder: Path, split: str, name: str) -> Images:
+def _open_folder(folder: Path, split: str, name: str, memory: int) -> Images:
     if not folder.is_dir():
         raise DwindleError(f"'{folder}' is a file, not a folder; {FORMS}")
     for at in (folder, folder / "cifar-100-python"):
@@ -160,7 +240,7 @@ def _open_folder(folder: Path, split: str, name: str) -> Images:
             return _open_cifar(at.parent, split, name)
     for at in (folder, folder / "data"):
         if shards := sorted(p for p in at.glob("*.parquet") if not p.name.startswith(".")):
-            return _open_parquet(shards, split, name)
+            return _open_parquet(shards, split, name, memory)
     return _open_classes(folder, split, name)
 
 
@@ -246,7 +326,7 @@ def _columns(schema: Any, name: str) -> tuple[str, str, list[str] | None]:
     return images[0], label, info.get("features", {}).get(label, {}).get("names")
 
 
-def _open_parquet(shards: list[Path], split: str, name: str) -> Images:
+def _open_parquet(shards: list[Path], split: str, name: str, memory: int) -> Images:
     splits: dict[str, list[Path]] = {}
     for path in shards:
         splits.setdefault(path.stem.split("-")[0], []).append(path)
@@ -262,7 +342,8 @@ def _open_parquet(shards: list[Path], split: str, name: str) -> Images:
         if column.null_count:
             raise DwindleError(f"Column '{label}' of '{path}' has rows without a label; fill or remove them.")
         parts.append(column.to_numpy())
-    return Images(name, _Parquet(files, image), np.concatenate(parts), classes or _classes_beside(files[0].parent))
+    source = _Parquet(files, image, memory)
+    return Images(name, source, np.concatenate(parts), classes or _classes_beside(files[0].parent))
 
 
 def _classes_beside(folder: Path) -> list[str] | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from .. import ranks
 from ..cost import budget_share
 from ..errors import DwindleError
 from ..model import AdaptiveViT
@@ -23,18 +24,25 @@ def evaluate(
     layout: str = "packed",
     device: str | torch.device = "cpu",
     progress: Callable[[int], None] | None = None,
+    lockstep: bool = False,
 ) -> dict[str, float]:
-    """Every image counts once. images_per_s is the model alone: loading and moving images is not in it."""
+    """Every image counts once. images_per_s is the model alone: loading and moving images is not in it.
+
+    Of several processes each gives its own batches, and all get the result for all. lockstep: they must run the same
+    number of times (sharded weights); who has no images left repeats its last, uncounted.
+    """
     training, place = model.training, torch.device(device)
     model.eval().to(place)
     top1 = top5 = images = 0
     macs = depth = seconds = 0.0
-    for x, y in batches:
+    for x, y, counted in _in_step(batches, lockstep):
         x, y = x.to(place), y.to(place)
         _wait(place)
         begin = time.perf_counter()
         out = model(x, layout=layout)
         _wait(place)
+        if not counted:
+            continue
         seconds += time.perf_counter() - begin
         best = out.logits.topk(min(5, out.logits.shape[-1])).indices == y[:, None]
         top1, top5 = top1 + int(best[:, 0].sum()), top5 + int(best.any(-1).sum())
@@ -44,6 +52,9 @@ def evaluate(
         if progress:
             progress(len(y))
     model.train(training)
+    sums = zip(*ranks.gathered((top1, top5, images, macs, depth)))
+    top1, top5, images, macs, depth = (sum(values) for values in sums)
+    seconds = max(ranks.gathered(seconds))
     if not images:
         raise DwindleError("There are no images to evaluate; the data set is empty.")
     return {
@@ -55,6 +66,15 @@ def evaluate(
         "images": images,
         "images_per_s": round(images / seconds, 1),
     }
+
+
+def _in_step(batches: Batches, lockstep: bool) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    seen = 0
+    for x, y in batches:
+        seen += 1
+        yield x, y, True
+    for _ in range(max(ranks.gathered(seen)) - seen if lockstep else 0):
+        yield x, y, False
 
 
 @torch.no_grad()  # not inference mode: the dial it leaves behind may be trained on

@@ -17,17 +17,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import load_vit_weights, save
+from .. import ranks
+from ..backbones.base import backbone_of
+from ..checkpoint import load, load_vit_weights, save
 from ..cost import budget_share
 from ..errors import DwindleError, unknown
 from ..images import Preprocess
+from ..methods import Method
 from ..methods.static import Static
 from ..model import AdaptiveViT, adapt
 from .batches import CROP_PCT, Resident, loader
-from .data import check_labels, open_data
+from .data import Images, check_labels, open_data
 from .data import limit as first
 from .evaluate import calibrate, evaluate
 from .recipe import Recipe
+from .step import WORTH_COMPILING, Step, full_state, load_full_state, shard
 
 log = logging.getLogger("dwindle")
 STATE = "state.pt"
@@ -46,14 +50,18 @@ class Run:
         device: str | None = None,
         resume: bool = False,
         limit: int | None = None,
+        train_images: Images | None = None,
+        eval_images: Images | None = None,
     ) -> None:
+        """data, eval_data: names or folders (train_images, eval_images: the same, opened). limit: the first images."""
         self.recipe, self.out = recipe, Path(out)
+        self.data = {"train": data, "eval": eval_data or data}
         self.given = dataclasses.asdict(recipe) | {"data": data, "eval_data": eval_data, "limit": limit}
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = torch.device(ranks.join(device) or ("cuda" if torch.cuda.is_available() else "cpu"))
         recipe.check()
         self._claim_folder(resume)
-        self.train_images = open_data(data, "train")
-        self.eval_images = open_data(eval_data or data, "test")
+        self.train_images = train_images or open_data(data, "train")
+        self.eval_images = eval_images or open_data(eval_data or data, "test")
         if limit is not None:
             self.train_images, self.eval_images = first(self.train_images, limit), first(self.eval_images, limit)
         _seed(recipe.seed)
@@ -61,22 +69,39 @@ class Run:
         self.preprocess = dataclasses.replace(Preprocess.of(vit), crop_pct=CROP_PCT)
         for images in (self.train_images, self.eval_images):
             check_labels(images.labels, vit.num_classes)
-        self.teacher = self._teacher(vit)
-        self.model = adapt(vit, recipe.make_method()).to(self.device)
+        method = recipe.make_method()
+        self.teacher = self._teacher(vit, method)
+        self.model = adapt(vit, method).to(self.device)
         patch = self.model.backbone.shape.patch
         if any(self.preprocess.size % side for side in patch):
             raise DwindleError(f"image_size = {self.preprocess.size} is no multiple of the patch size {patch}.")
         if recipe.freeze_backbone:
             self.model.vit.requires_grad_(False)
         self.resident = self._resident()
-        self.steps_per_epoch = len(self.train_images) // min(recipe.batch, len(self.train_images))
-        self.optimizer = torch.optim.AdamW(parameter_groups(self.model, recipe), lr=recipe.lr)
-        self.schedule = self._schedule()
+        self.batch = min(recipe.batch, len(self.train_images) // ranks.world())  # of this process
+        if not self.batch:
+            raise DwindleError(f"{len(self.train_images)} training images are too few for {ranks.world()} processes.")
+        self.steps_per_epoch = len(self.train_images) // (self.batch * ranks.world())
         self.average = self._average()
+        self.sharded = ranks.together() and recipe.parallel == "fsdp"
+        if self.sharded:
+            shard(self.model)
+        fused = self.device.type == "cuda" and not self.sharded
+        self.optimizer = torch.optim.AdamW(parameter_groups(self.model, recipe), lr=recipe.lr, fused=fused)
+        self.schedule = self._schedule()
+        self.learn = Step(self.model, self.teacher, recipe, self.device)
+        if self._worth_compiling():
+            self.learn.compile()
         self.epoch, self.step = 0, 0
         self.history: list[dict[str, float]] = []
         if resume:
             self._restore()
+
+    def _worth_compiling(self) -> bool:
+        if self.recipe.compile is not None:
+            return self.recipe.compile
+        images = self.recipe.epochs * self.steps_per_epoch * self.batch
+        return self.device.type == "cuda" and not self.sharded and images >= WORTH_COMPILING
 
     def _claim_folder(self, resume: bool) -> None:
         if self.out.is_file():
@@ -88,12 +113,21 @@ class Run:
         if any(parent.is_file() for parent in self.out.parents):
             raise DwindleError(f"{self.out} cannot be a folder, a part of it is a file; choose another --out.")
 
-    def _teacher(self, vit: nn.Module) -> AdaptiveViT | None:
-        if self.recipe.teacher is None:
+    def _teacher(self, vit: nn.Module, method: Method) -> AdaptiveViT | None:
+        """The backbone as it is now, or a checkpoint's; with nothing halted either way."""
+        named = self.recipe.teacher
+        if named is None:
             return None
-        if self.recipe.teacher != "static":
-            raise unknown("teacher", self.recipe.teacher, ["static"])
-        teacher = adapt(copy.deepcopy(vit), Static(attention=True))
+        try:
+            taught = copy.deepcopy(vit) if named == "static" else load(named).unwrap()
+        except DwindleError as error:
+            raise DwindleError(f"teacher = {named}: {error}") from error
+        teacher = adapt(taught, Static(attention=method.asks_attention))
+        if teacher.backbone.shape.classes != backbone_of(vit).shape.classes:
+            raise DwindleError(
+                f"The teacher {named} knows {teacher.backbone.shape.classes} classes, the data has "
+                f"{backbone_of(vit).shape.classes}; take a teacher trained on this data."
+            )
         return teacher.eval().requires_grad_(False).to(self.device)
 
     def _resident(self) -> dict[str, Resident] | None:
@@ -126,6 +160,8 @@ class Run:
     def _average(self) -> Any:
         if not self.recipe.ema:
             return None
+        if ranks.together() and self.recipe.parallel == "fsdp":
+            raise DwindleError(f"ema = {self.recipe.ema} cannot be kept of sharded weights; set ema=0, or parallel=ddp.")
         from timm.utils import ModelEmaV3
 
         return ModelEmaV3(self.model, decay=self.recipe.ema, use_warmup=True)
@@ -135,11 +171,13 @@ class Run:
         """The one to evaluate and save: the average of the weights where there is one."""
         return self.average.module if self.average else self.model
 
-    def batches(self, train: bool, epoch: int | None = None) -> Iterable[tuple[Tensor, Tensor]]:
+    def batches(self, train: bool, epoch: int | None = None, alike: bool = False) -> Iterable[tuple[Tensor, Tensor]]:
+        """This process's share of the images; `alike`: the same for every process."""
         recipe, pre = self.recipe, self.preprocess
         epoch = self.epoch if epoch is None else epoch
         images = self.train_images if train else self.eval_images
-        batch = min(recipe.batch, len(images)) if train else 128
+        batch = self.batch if train else 128
+        part = (0, 1) if alike else (ranks.rank(), ranks.world())
         if self.resident:
             store = self.resident["train" if train else "eval"]
             return store.batches(
@@ -151,13 +189,14 @@ class Run:
                 pre.std,
                 min_scale=recipe.min_scale,
                 jitter=recipe.jitter,
+                part=part,
             )
         images.transform = (
             pre.train_transform(randaugment=recipe.augment, min_scale=recipe.min_scale)
             if train
             else pre.eval_transform()
         )
-        ready = loader(images, batch, train, recipe.workers, recipe.seed)
+        ready = loader(images, batch, train, recipe.workers, recipe.seed, *part)
         ready.set_epoch(epoch)
         return ready
 
@@ -171,11 +210,18 @@ class Run:
             if last:
                 self._meet_budget()
             if last or self.epoch % recipe.eval_every == 0:
-                numbers |= evaluate(self.best_model, self.batches(train=False), device=self.device)
+                numbers |= self.evaluate()
             numbers = {"epoch": self.epoch, **numbers}
             self.history.append(numbers)
             self._save()
             yield numbers
+
+    def evaluate(self, layout: str = "packed") -> dict[str, float]:
+        """The best model on the evaluation images, each counted once by one of the processes."""
+        # Sharded weights are gathered block by block: no process may leave out a block the others compute.
+        layout = "masked" if self.sharded else layout
+        batches = self.batches(train=False)
+        return evaluate(self.best_model, batches, layout=layout, device=self.device, lockstep=self.sharded)
 
     def _train_epoch(self, tick: Any) -> dict[str, float]:
         self.model.train()
@@ -197,32 +243,12 @@ class Run:
         return means | {"lr": self.optimizer.param_groups[0]["lr"]}
 
     def _step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        recipe = self.recipe
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.amp and self.device.type == "cuda"):
-            out = self.model(x)
-            taught = None
-            if self.teacher is not None:
-                with torch.no_grad():
-                    taught = self.teacher(x, layout="masked")
-            terms = self.model.loss(
-                out,
-                y,
-                taught,
-                label_weight=recipe.label_weight,
-                teacher_weight=recipe.teacher_weight,
-                temperature=recipe.teacher_temperature,
-                label_smoothing=recipe.smoothing,
-            )
-        self.optimizer.zero_grad(set_to_none=True)
-        terms["total"].backward()
-        if recipe.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
-        self.optimizer.step()
+        terms = self.learn(x, y, self.optimizer, self.step)
         self.step += 1
         self.schedule.step_update(self.step)
         if self.average:
             self.average.update(self.model, step=self.step)
-        return {name: value.detach().float() for name, value in terms.items()} | {"cost": self.model.cost(out.trace)}
+        return terms
 
     def _meet_budget(self) -> None:
         """Take up what is left between the budget asked for and the one held, on images seen as in training: clean
@@ -242,7 +268,7 @@ class Run:
         """Training images under augmentation; a small data set is drawn from more than once."""
         seen: list[Tensor] = []
         for draw in range(count):
-            for x, _ in self.batches(train=True, epoch=self.recipe.epochs + draw):
+            for x, _ in self.batches(train=True, epoch=self.recipe.epochs + draw, alike=True):
                 seen.append(x)
                 if sum(map(len, seen)) >= count:
                     return torch.cat(seen)[:count].to(self.device)
@@ -253,27 +279,35 @@ class Run:
         extra = {
             "preprocess": self.preprocess.to_dict(),
             "classes": self.train_images.classes,
+            "data": self.data,
             "recipe": dataclasses.asdict(self.recipe) | {"weights": Path(self.recipe.weights or "none").name},
             "results": self.history[-1],
         }
-        save(self.best_model, self.out, extra=extra)
+        weights = full_state(self.model) if self.sharded else self.model.state_dict()
+        moments = full_state(self.model, self.optimizer) if self.sharded else self.optimizer.state_dict()
+        randoms = ranks.gathered(self._random_state())
+        if ranks.rank():
+            return ranks.wait()
+        save(self.best_model, self.out, extra=extra, weights=weights if self.sharded else None)
         self._write_metrics()
         state = {
             "epoch": self.epoch,
             "step": self.step,
-            "model": self.model.state_dict(),
+            "model": weights,
             "average": self.average.module.state_dict() if self.average else None,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": moments,
             "history": self.history,
             "given": json.dumps(self.given),
-            "random": {
-                "torch": torch.get_rng_state(),
-                "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-            },
+            "random": randoms,
         }
         scratch = self.out / f".{STATE}"
         torch.save(state, scratch)
         os.replace(scratch, self.out / STATE)
+        ranks.wait()
+
+    def _random_state(self) -> dict[str, Tensor | None]:
+        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        return {"torch": torch.get_rng_state(), "cuda": cuda}
 
     def _restore(self) -> None:
         path = self.out / STATE
@@ -289,19 +323,27 @@ class Run:
             differing = ", ".join(f"{k}={old.get(k)} (now {new.get(k)})" for k in new if old.get(k) != new.get(k))
             raise DwindleError(f"{self.out} was started with other settings: {differing}; resume with the same ones.")
         self.epoch, self.step, self.history = state["epoch"], state["step"], state["history"]
+        randoms = state["random"]
+        if len(randoms) != ranks.world():
+            raise DwindleError(f"{self.out} was started by {len(randoms)} processes; resume with as many.")
         try:
-            self.model.load_state_dict(state["model"])
+            if self.sharded:
+                load_full_state(self.model, state["model"], self.optimizer, state["optimizer"])
+            else:
+                self.model.load_state_dict(state["model"])
         except RuntimeError as error:
             raise DwindleError(
                 f"{self.out} does not fit this data any more; resume with the data as it was."
             ) from error
         if self.average:
             self.average.module.load_state_dict(state["average"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if not self.sharded:
+            self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.step_update(self.step)
-        torch.set_rng_state(state["random"]["torch"])
-        if state["random"]["cuda"] is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["random"]["cuda"], self.device)
+        random_state = randoms[ranks.rank()]
+        torch.set_rng_state(random_state["torch"])
+        if random_state["cuda"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(random_state["cuda"], self.device)
 
     def _write_metrics(self) -> None:
         names = list(dict.fromkeys(name for row in self.history for name in row))
@@ -357,8 +399,9 @@ def parameter_groups(model: AdaptiveViT, recipe: Recipe) -> list[dict[str, Any]]
             continue
         lr = recipe.method_lr if name.startswith("method.") else recipe.lr
         plain = parameter.dim() <= 1 or name.removeprefix("vit.") in undecayed
-        groups.setdefault((lr, 0.0 if plain else recipe.weight_decay), []).append(parameter)
-    return [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()]
+        scalar = not parameter.dim()  # apart from the rest, which may be sharded: torch updates one kind at a time
+        groups.setdefault((lr, 0.0 if plain else recipe.weight_decay, scalar), []).append(parameter)
+    return [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay, _), params in groups.items()]
 
 
 def _seed(seed: int) -> None:

@@ -13,6 +13,9 @@ from typing import Any
 from ..errors import DwindleError, unknown
 from ..methods import Method
 from ..methods.base import require
+from ..model import DISTILLATIONS
+
+PARALLELS = ("ddp", "fsdp")
 
 
 @dataclass
@@ -36,9 +39,13 @@ class Recipe:
     ema: float = 0.0  # decay of the average of the weights that is evaluated and saved; 0: no average
     freeze_backbone: bool = False
     amp: bool = True  # bf16 autocast on a GPU
+    compile: bool | None = None  # None: on a GPU, when the run is long enough to win the time back
+    accumulate: int = 1  # micro-batches a batch is cut into
+    parallel: str = "ddp"  # under torchrun: 'ddp', or 'fsdp' to spread the weights of a large backbone
 
-    teacher: str | None = None  # 'static': the backbone as it was before training
-    teacher_weight: float = 1.0  # of KL(teacher || student) beside the task loss
+    teacher: str | None = None  # 'static': the backbone as it was before training; or a checkpoint
+    distill: str = "soft"  # 'soft' or 'hard' answers of the teacher; 'token': hard, on DeiT's distillation token
+    teacher_weight: float = 1.0  # of the distillation beside the task loss
     teacher_temperature: float = 1.0
     label_weight: float = 1.0  # of the cross-entropy with the labels
 
@@ -46,18 +53,26 @@ class Recipe:
     augment: str | None = "rand-m9-mstd0.5-inc1"
     min_scale: float = 0.08
     jitter: float = 0.0
+    mixup: float = 0.0  # alpha of timm's Mixup and CutMix
+    cutmix: float = 0.0
     workers: int = 2
     seed: int = 0
     eval_every: int = 1  # epochs
 
     def check(self) -> None:
         """Settings that cannot work, before anything is read or written."""
-        lowest = dict.fromkeys(("epochs", "batch", "eval_every"), 1)
+        lowest = dict.fromkeys(("epochs", "batch", "eval_every", "accumulate"), 1)
         lowest |= dict.fromkeys(("workers", "seed", "lr", "method_lr", "weight_decay", "clip", "warmup_epochs"), 0)
+        lowest |= dict.fromkeys(("mixup", "cutmix", "teacher_weight", "label_weight"), 0)
         for name, low in lowest.items():
             require(getattr(self, name) >= low, f"{name} = {getattr(self, name)}", f"it must be at least {low}")
         for name in ("smoothing", "ema", "min_scale"):
             require(0 <= getattr(self, name) <= 1, f"{name} = {getattr(self, name)}", "it must lie between 0 and 1")
+        for name, known in (("distill", DISTILLATIONS), ("parallel", PARALLELS)):
+            if getattr(self, name) not in known:
+                raise unknown(name, getattr(self, name), known)
+        mixes = bool(self.mixup or self.cutmix)
+        require(not (mixes and self.batch % 2), f"batch = {self.batch}", "mixup pairs images, so it must be even")
         if self.augment is not None:
             named = self.augment.startswith("rand")
             require(named, f"augment = {self.augment}", "it names timm's RandAugment, such as rand-m9-mstd0.5-inc1")

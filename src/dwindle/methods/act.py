@@ -1,0 +1,89 @@
+"""ACT: Adaptive Computation Time for Recurrent Neural Networks (Graves, 2016), over the blocks of a transformer.
+
+Equation numbers are A-ViT's, which restates ACT for tokens; here all tokens of an image share one score.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..backbones.base import Shape
+from ..tokens import Tokens
+from .base import Method, Verdict, require, wide
+from .exits import image_state
+
+if TYPE_CHECKING:
+    from ..model import Output
+
+
+class ACT(Method):
+    """A halting unit scores each image after each block; at 1 - eps all its tokens stop.
+
+    What is read is the mean of the states, weighted by the image's halting probabilities (Eq. 9).
+    """
+
+    paper = "Adaptive Computation Time for Recurrent Neural Networks, 2016"
+
+    def __init__(
+        self, eps: float = 0.01, tau: float = 1e-3, bias: float = -5.0, threshold: float | None = None
+    ) -> None:
+        """
+        eps: an image stops when its scores reach 1 - eps (Eq. 4). `threshold` puts another value in place of 1 - eps.
+        tau: weight of the ponder cost N + R (Eq. 8).
+        bias: of the halting unit, to begin with; far below 0, so that training begins with the wrapped model.
+        """
+        super().__init__()
+        require(0 < eps < 1, f"eps = {eps}", "it must lie between 0 and 1")
+        require(
+            threshold is None or threshold > 0,
+            f"threshold = {threshold}",
+            "an image stops when its scores reach it, so it must be above 0",
+        )
+        require(tau >= 0, f"tau = {tau}", "a weight must not be negative")
+        self.eps, self.tau, self.bias = eps, tau, bias
+        self.threshold = 1 - eps if threshold is None else threshold
+
+    def bind(self, shape: Shape) -> None:
+        super().bind(shape)
+        self.dial = ("threshold", 1e-6, float(shape.blocks))
+        self.unit = nn.Linear(shape.width, 1)  # shared by all blocks
+        nn.init.constant_(self.unit.bias, self.bias)
+
+    def start(self, tokens: Tokens) -> Tokens:
+        tokens.notes["cumulative"] = torch.zeros_like(wide(tokens.x[..., 0]))
+        return tokens
+
+    def step(self, depth: int, tokens: Tokens) -> Verdict:
+        last = depth + 1 == self.shape.blocks
+        before = tokens.notes["cumulative"]
+        if last:
+            score = torch.ones_like(before)
+        else:
+            halting = torch.sigmoid(wide(self.unit(image_state(tokens, tokens.x))[:, 0]))  # (B,)
+            score = tokens.per_image(halting)
+        cumulative = tokens.notes["cumulative"] = before + score
+        keep = tokens.decide(depth, cumulative < self.threshold)  # Eq. 4
+        assert keep is not None
+        keep = keep & (not last)
+        remainder = (1 - before).clamp_min(0)  # Eq. 6
+        # Eq. 7. An image kept past a sum of 1 (raised threshold, forced depth) has no probability left to give.
+        probability = torch.where(keep, torch.minimum(score, remainder), remainder)
+        return Verdict(keep, weight=probability.to(tokens.x.dtype), record={"score": score, "remainder": remainder})
+
+    def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
+        trace = out.trace
+        exits = trace.depth
+        at_exit = torch.arange(1, trace.blocks + 1, device=exits.device)[:, None, None] == exits
+        remainder = (trace.stack("remainder") * at_exit).sum(0)
+        return {"ponder": (exits + remainder).mean()}  # Eq. 8: N is constant, R carries the gradient
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        return {"ponder": self.tau}
+
+    def macs(self, tokens: Tensor, depth: int) -> Tensor:
+        width = self.shape.width if depth + 1 < self.shape.blocks else 0
+        return (tokens > 0).to(tokens.dtype) * width

@@ -1,0 +1,58 @@
+"""Confidence threshold: an image stops when the answer read from it so far is sure enough (A-ViT, Table 2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..backbones.base import Shape
+from ..tokens import Tokens
+from ..trace import Trace
+from .base import Method, Verdict, require, wide
+from .exits import check_supervision, depth_weights, read_macs
+
+
+class Confidence(Method):
+    """The model's own norm and head answer after every block; an image stops when its likeliest class is past
+    `threshold`."""
+
+    paper = "confidence threshold, as compared with in A-ViT, 2022"
+
+    def __init__(self, threshold: float = 0.9, min_depth: int = 1, supervision: str = "linear") -> None:
+        """
+        threshold: an image stops when max softmax exceeds it; 1 stops nobody.
+        min_depth: nobody stops before this block.
+        supervision: weights of the depths in the task loss, 'linear' (in proportion to the depth) or 'uniform'.
+        """
+        super().__init__()
+        require(0 <= threshold <= 1, f"threshold = {threshold}", "a probability must lie between 0 and 1")
+        check_supervision(supervision)
+        self.threshold, self.min_depth, self.supervision = threshold, min_depth, supervision
+        self.dial = ("threshold", 0.0, 1.0)
+
+    def bind(self, shape: Shape) -> None:
+        super().bind(shape)
+        require(
+            1 <= self.min_depth <= shape.blocks,
+            f"min_depth = {self.min_depth}",
+            f"this backbone has blocks 1..{shape.blocks}",
+        )
+
+    def step(self, depth: int, tokens: Tokens) -> Verdict:
+        if self.training:  # every depth learns to answer
+            return Verdict(tokens.decide(depth, None), exit=tokens.read())
+        if not self.decides(depth):
+            return Verdict(tokens.decide(depth, None))
+        answer = tokens.read()
+        confidence = tokens.per_image(wide(answer).softmax(-1).amax(-1))
+        keep = confidence <= self.threshold
+        return Verdict(tokens.decide(depth, keep), record={"score": confidence}, exit=answer)
+
+    def decides(self, depth: int) -> bool:
+        return self.min_depth <= depth + 1 < self.shape.blocks
+
+    def exit_weights(self, trace: Trace) -> Tensor | None:
+        return depth_weights(trace, self.supervision) if self.training else None
+
+    def macs(self, tokens: Tensor, depth: int) -> Tensor:
+        return read_macs(self.shape, tokens) if self.decides(depth) else torch.zeros_like(tokens)

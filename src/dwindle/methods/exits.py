@@ -1,0 +1,39 @@
+"""What methods that stop whole images share: the state an image is judged by, deep supervision, and its cost."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..backbones.base import Shape
+from ..errors import unknown
+from ..tokens import Tokens
+from ..trace import Trace
+
+SUPERVISIONS = ("linear", "uniform")
+
+
+def image_state(tokens: Tokens, rows: Tensor) -> Tensor:
+    """(B, D): the first prefix token's row, 0 once it has stopped; without a prefix the mean over live tokens."""
+    if not tokens.prefix:
+        return tokens.image_mean(rows)
+    there = tokens.pad(tokens.counted & (tokens.place == 0))[:, 0]  # live rows keep their order: it comes first
+    return torch.where(there[:, None], tokens.pad(rows)[:, 0], 0.0)
+
+
+def check_supervision(given: str) -> None:
+    if given not in SUPERVISIONS:
+        raise unknown("supervision", given, SUPERVISIONS)
+
+
+def depth_weights(trace: Trace, supervision: str) -> Tensor:
+    """(L, B): 'linear', in proportion to the depth, or 'uniform'; over the depths an image came to they sum to 1."""
+    live = trace.live.any(-1)
+    layers = torch.arange(1.0, trace.blocks + 1, device=live.device)[:, None]
+    weights = (layers if supervision == "linear" else torch.ones_like(layers)) * live
+    return weights / weights.sum(0)
+
+
+def read_macs(shape: Shape, tokens: Tensor) -> Tensor:
+    """Reading an answer of images with that many live tokens once: the head, and attention pooling where there is."""
+    return (tokens > 0) * shape.image_macs + (tokens - shape.prefix).clamp_min(0) * shape.pool_macs

@@ -1,0 +1,90 @@
+"""PonderNet: Learning to Ponder (Banino et al., 2021), over the blocks of a transformer and without new layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..backbones.base import Shape
+from ..tokens import Tokens
+from ..trace import Trace
+from .base import Method, Verdict, halting_distribution, halting_kl, require, wide
+from .exits import image_state
+
+if TYPE_CHECKING:
+    from ..model import Output
+
+
+class PonderNet(Method):
+    """After each block an image halts with probability lambda; the answers of all depths are trained, weighted by it.
+
+    lambda is read from one neuron of the class token, as A-ViT reads its scores.
+    """
+
+    paper = "PonderNet: Learning to Ponder, 2021"
+
+    def __init__(
+        self,
+        gamma: float = 1.0,
+        beta: float = -2.0,
+        neuron: int = 0,
+        prior: float = 0.1,
+        beta_kl: float = 0.01,
+        threshold: float = 0.5,
+    ) -> None:
+        """
+        gamma, beta: lambda = sigmoid(gamma * f + beta), f that neuron of the block's output; trained, shared by blocks.
+        prior: parameter of the geometric distribution that halting is drawn to. beta_kl: weight of that term.
+        threshold: an image stops when it has halted with at least this probability. 0.5 is the median.
+        """
+        super().__init__()
+        require(0 < prior < 1, f"prior = {prior}", "it must lie between 0 and 1")
+        require(0 < threshold <= 1, f"threshold = {threshold}", "a probability to stop at lies above 0 and up to 1")
+        require(beta_kl >= 0, f"beta_kl = {beta_kl}", "a weight must not be negative")
+        self.gamma = nn.Parameter(torch.tensor(float(gamma)))
+        self.beta = nn.Parameter(torch.tensor(float(beta)))
+        self.neuron, self.prior, self.beta_kl, self.threshold = neuron, prior, beta_kl, threshold
+        self.dial = ("threshold", 1e-6, 1.0)
+
+    def bind(self, shape: Shape) -> None:
+        super().bind(shape)
+        require(0 <= self.neuron < shape.width, f"neuron = {self.neuron}", f"the blocks' output has {shape.width}")
+
+    def start(self, tokens: Tokens) -> Tokens:
+        tokens.notes["going"] = torch.ones_like(wide(tokens.x[..., 0]))  # prod_j (1 - lambda_j)
+        return tokens
+
+    def step(self, depth: int, tokens: Tokens) -> Verdict:
+        if depth + 1 == self.shape.blocks:  # what is left stops here
+            score, keep = torch.ones_like(tokens.notes["going"]), None
+        else:
+            feature = wide(image_state(tokens, tokens.x[..., self.neuron, None])[:, 0])
+            score = tokens.per_image(torch.sigmoid(self.gamma * feature + self.beta))
+            going = tokens.notes["going"] = tokens.notes["going"] * (1 - score)
+            keep = None if self.training else 1 - going < self.threshold
+        answer = tokens.read() if self.training else None
+        return Verdict(tokens.decide(depth, keep), record={"score": score}, exit=answer)
+
+    def distribution(self, trace: Trace) -> Tensor:
+        """(L, B): p_n = lambda_n prod_{j<n} (1 - lambda_j), and what is left at the last block an image came to."""
+        score = trace.scores.sum(-1) / trace.counts.clamp_min(1)  # all live tokens of an image share it
+        return halting_distribution(score, trace.counts > 0, "hazard")
+
+    def exit_weights(self, trace: Trace) -> Tensor | None:
+        return self.distribution(trace) if self.training else None
+
+    def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
+        actual = self.distribution(out.trace)
+        steps = torch.arange(out.trace.blocks, device=actual.device, dtype=actual.dtype)[:, None]
+        prior = (1 - self.prior) ** steps  # geometric, truncated to L blocks
+        return {"prior": halting_kl(actual, prior / prior.sum()).mean()}
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        return {"prior": self.beta_kl}
+
+    def macs(self, tokens: Tensor, depth: int) -> Tensor:
+        asked = (tokens > 0) & (depth + 1 < self.shape.blocks)
+        return asked.to(tokens.dtype)  # gamma * f, once per image

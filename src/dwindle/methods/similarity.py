@@ -1,0 +1,77 @@
+"""Similarity gauging: an image stops when its answer hardly changes from block to block (A-ViT, Table 2)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..backbones.base import Shape
+from ..errors import unknown
+from ..tokens import Tokens
+from ..trace import Trace
+from .base import Method, Verdict, require, wide
+from .exits import check_supervision, depth_weights, read_macs
+
+FARTHEST = {"mse": 16.0, "cosine": 2.0}  # a distance few answers, or none, can have: the cheap end of the dial
+
+
+class Similarity(Method):
+    """The model's own norm and head answer after every block; an image stops when two answers in a row are closer
+    than `threshold`."""
+
+    paper = "similarity gauging, as compared with in A-ViT, 2022"
+
+    def __init__(
+        self, threshold: float = 0.1, kind: str = "mse", min_depth: int = 2, supervision: str = "linear"
+    ) -> None:
+        """
+        threshold: an image stops when the distance of its last two answers is below it; 0 stops nobody.
+        kind: distance of the logits, 'mse' (mean squared difference) or 'cosine' (1 - cosine).
+        min_depth: nobody stops before this block; two answers are there from block 2 on.
+        supervision: weights of the depths in the task loss, 'linear' (in proportion to the depth) or 'uniform'.
+        """
+        super().__init__()
+        require(threshold >= 0, f"threshold = {threshold}", "a distance must not be negative")
+        if kind not in FARTHEST:
+            raise unknown("kind of similarity", kind, FARTHEST)
+        check_supervision(supervision)
+        self.threshold, self.kind, self.min_depth, self.supervision = threshold, kind, min_depth, supervision
+        self.dial = ("threshold", FARTHEST[kind], 0.0)
+
+    def bind(self, shape: Shape) -> None:
+        super().bind(shape)
+        require(
+            2 <= self.min_depth <= shape.blocks,
+            f"min_depth = {self.min_depth}",
+            f"this backbone has blocks 1..{shape.blocks}, and answers to compare from block 2 on",
+        )
+
+    def step(self, depth: int, tokens: Tokens) -> Verdict:
+        if self.training:  # every depth learns to answer
+            return Verdict(tokens.decide(depth, None), exit=tokens.read())
+        before, tokens.notes["before"] = tokens.notes.get("before"), tokens.x
+        if before is None or not self.decides(depth):
+            return Verdict(tokens.decide(depth, None))
+        # Notes live on rows, where a state is smaller than an answer: the state is kept, and read again.
+        answer, earlier = tokens.read(), replace(tokens, x=before).read()
+        distance = tokens.per_image(self.distance(wide(answer), wide(earlier)))
+        keep = distance >= self.threshold
+        return Verdict(tokens.decide(depth, keep), record={"score": distance}, exit=answer)
+
+    def distance(self, answer: Tensor, earlier: Tensor) -> Tensor:
+        """(B,) of (B, classes) logits."""
+        if self.kind == "mse":
+            return (answer - earlier).square().mean(-1)
+        return 1 - F.cosine_similarity(answer, earlier, dim=-1)
+
+    def decides(self, depth: int) -> bool:
+        return self.min_depth <= depth + 1 < self.shape.blocks
+
+    def exit_weights(self, trace: Trace) -> Tensor | None:
+        return depth_weights(trace, self.supervision) if self.training else None
+
+    def macs(self, tokens: Tensor, depth: int) -> Tensor:
+        return 2 * read_macs(self.shape, tokens) if self.decides(depth) else torch.zeros_like(tokens)

@@ -1,0 +1,157 @@
+"""One optimiser step: augmentation mixes, the teacher speaks, the terms are weighed. Compiled where that pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ranks
+from ..model import AdaptiveViT
+from .batches import seeded
+from .recipe import Recipe
+
+WORTH_COMPILING = 200_000  # images; compiling takes about as long as these take without
+
+
+class Lesson(nn.Module):
+    """What a batch teaches: from images and labels to loss terms and what the batch cost."""
+
+    def __init__(self, model: AdaptiveViT, teacher: AdaptiveViT | None, recipe: Recipe, device: torch.device) -> None:
+        super().__init__()
+        self.model, self.recipe, self.device = model, recipe, device
+        self.teacher = [teacher]  # in a list: it is no part of what is trained, averaged or sharded
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        recipe, teacher = self.recipe, self.teacher[0]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.amp and self.device.type == "cuda"):
+            out = self.model(x)
+            taught = None
+            if teacher is not None:
+                with torch.no_grad():
+                    taught = teacher(x, layout="masked")
+            terms = self.model.terms(
+                out,
+                y,
+                taught,
+                distill=recipe.distill,
+                temperature=recipe.teacher_temperature,
+                label_smoothing=recipe.smoothing,
+            )
+            return terms, self.model.cost(out.trace)
+
+
+class Step:
+    """`step(x, y)` trains on one batch and returns its terms, detached."""
+
+    def __init__(self, model: AdaptiveViT, teacher: AdaptiveViT | None, recipe: Recipe, device: torch.device) -> None:
+        self.model, self.recipe = model, recipe
+        lesson: Any = Lesson(model, teacher, recipe, device)
+        if ranks.together():
+            lesson = _parallel(lesson, model, recipe.parallel, device)
+        self.lesson: Callable[..., tuple[dict[str, Tensor], Tensor]] = lesson
+        self.quiet = getattr(lesson, "no_sync", None)  # DDP: exchange gradients at the last micro-batch only
+        self.alone = [p for p in model.parameters() if not p.dim()] if recipe.parallel == "fsdp" else []
+        self.mixup = _mixup(recipe, model.backbone.shape.classes)
+
+    def compile(self) -> None:
+        self.lesson = torch.compile(self.lesson)
+
+    def __call__(self, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, at: int) -> dict[str, Tensor]:
+        recipe, model = self.recipe, self.model
+        if self.mixup is not None:
+            with seeded(recipe.seed, at):
+                x, y = self.mixup(x, y)
+        optimizer.zero_grad(set_to_none=True)
+        parts = list(zip(x.chunk(recipe.accumulate), y.chunk(recipe.accumulate)))
+        sums: dict[str, Tensor] = {}
+        for i, (x_part, y_part) in enumerate(parts):
+            share = len(x_part) / len(x)
+            if self.quiet is not None and i + 1 < len(parts):
+                with self.quiet():
+                    terms, cost = self._backward(x_part, y_part, share)
+            else:
+                terms, cost = self._backward(x_part, y_part, share)
+            for name, value in (terms | {"cost": cost}).items():
+                sums[name] = sums.get(name, 0.0) + share * value.detach().float()
+        if self.alone:
+            for parameter in self.alone:
+                if parameter.grad is not None:
+                    parameter.grad = ranks.mean(parameter.grad)
+        if recipe.clip:
+            _clip(list(model.parameters()), recipe.clip)
+        optimizer.step()
+        means = ranks.mean(torch.stack(list(sums.values())))
+        model.method.observe(means[list(sums).index("cost")])
+        return dict(zip(sums, means))
+
+    def _backward(self, x: Tensor, y: Tensor, share: float) -> tuple[dict[str, Tensor], Tensor]:
+        terms, cost = self.lesson(x, y)
+        # Weights are brought in over time: outside what is compiled, which would see a new constant at every step.
+        total = terms["total"] = self.model.weighted(terms, self.recipe.label_weight, self.recipe.teacher_weight)
+        (share * total).backward()
+        return terms, cost
+
+
+def _parallel(lesson: Lesson, model: AdaptiveViT, kind: str, device: torch.device) -> Any:
+    if kind == "fsdp":
+        return lesson  # its parameters were sharded before the optimiser was made
+    ids = [device.index] if device.type == "cuda" else None
+    # Buffers are moved by the same sums on every rank: they need no broadcast.
+    return nn.parallel.DistributedDataParallel(
+        lesson, device_ids=ids, broadcast_buffers=False, find_unused_parameters=True
+    )
+
+
+def shard(model: AdaptiveViT) -> None:
+    """FSDP2: every block's weights are spread over the ranks, and gathered while it runs."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.backbone.blocks:
+        fully_shard(block)
+    scalars = {p for p in model.parameters() if not p.dim()}  # cannot be sharded; `Step` averages their gradients
+    fully_shard(model, ignored_params=scalars)
+
+
+def _clip(parameters: list[nn.Parameter], limit: float) -> None:
+    """Clip to a norm over all parameters, of which some may be sharded and some not: torch takes one kind at a time."""
+    kinds: dict[type, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            kinds.setdefault(type(parameter.data), []).append(parameter)
+    norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in kinds.values()]
+    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    norm = torch.linalg.vector_norm(torch.stack(whole))
+    for group in kinds.values():
+        nn.utils.clip_grads_with_norm_(group, limit, norm)
+
+
+def _mixup(recipe: Recipe, classes: int) -> Any:
+    if not (recipe.mixup or recipe.cutmix):
+        return None
+    from timm.data import Mixup
+
+    # Smoothing is the loss's affair, so that it is the same with and without mixing.
+    return Mixup(recipe.mixup, recipe.cutmix, label_smoothing=0.0, num_classes=classes)
+
+
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    """State dicts with whole tensors on the CPU, whichever way they are spread; every rank must call it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    if optimizer is None:
+        return get_model_state_dict(model, options=options)
+    return get_optimizer_state_dict(model, optimizer, options=options)
+
+
+def load_full_state(
+    model: nn.Module, state: dict[str, Any], optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any]
+) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, state, options=options)
+    set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
