@@ -16,6 +16,14 @@ from torch import nn
 
 import dwindle
 from dwindle.methods import Method
+from dwindle.methods.dynamicvit import DynamicViT
+from dwindle.methods.tome import ToMe
+from dwindle.methods.topk import TopK
+from dwindle.methods.act import ACT
+from dwindle.methods.confidence import Confidence
+from dwindle.methods.pondernet import PonderNet
+from dwindle.methods.shallow import Shallow
+from dwindle.methods.similarity import Similarity
 
 torch.set_num_threads(1)  # two test processes share two cores, and the models are tiny
 SIZE = 32
@@ -64,12 +72,51 @@ METHODS: dict[str, Callable[[], Method]] = {
     "AViT": lambda: dwindle.AViT(gamma=1.5, beta=-1.0, target_depth=2),
     "AViT_class_kept": lambda: dwindle.AViT(gamma=1.5, beta=-1.0, target_depth=2, halt_class=False),
     "Static": lambda: dwindle.Static(attention=True),
+    "ACT": lambda: parting(ACT(bias=-1.0)),
+    "PonderNet": lambda: parting(PonderNet()),
+    "Confidence": lambda: parting(Confidence()),
+    "Similarity": lambda: parting(Similarity()),
+    "Similarity_cosine": lambda: parting(Similarity(kind="cosine")),
+    "Shallow": lambda: Shallow(2),
 }
 OFF: dict[str, Callable[[], Method]] = {
     "AHT": lambda: dwindle.AHT(stages=(1, 2), beta=-1e9),
     "AViT": lambda: dwindle.AViT(beta=-1e9, target_depth=2),
     "Static": lambda: dwindle.Static(),
+    "ACT": lambda: ACT(bias=-1e9),
+    "PonderNet": lambda: PonderNet(beta=-1e9),
+    "Confidence": lambda: Confidence(threshold=1.0),
+    "Similarity": lambda: Similarity(threshold=0.0),
+    "Shallow": lambda: Shallow(4),
 }
+
+# How many depths tokens stop at, where it is fewer than 3: whole images stop, and there are only a few.
+FEWEST = {"Static": 1, "Shallow": 1, "ACT": 2, "PonderNet": 2, "Confidence": 2, "Similarity": 2, "Similarity_cosine": 2}
+
+
+def parting(method: Method) -> Method:
+    """Marks a method that stops whole images: `build` turns its threshold until the images part."""
+    method.parting = True
+    return method
+
+
+def part(model: dwindle.AdaptiveViT) -> None:
+    """Set the threshold so that images stop at as many depths as can be, as far as can be from any tie."""
+    method = model.method
+    sign = -1 if isinstance(method, Similarity) else 1  # stops below the threshold, the others at or above it
+    method.threshold = method.dial[2]
+    with torch.no_grad():
+        out = model(images_for(model, dtype=next(model.parameters()).dtype), layout="masked")
+    score = sign * out.trace.stack("score", sign * -torch.inf)[:-1, :, 0]  # (L - 1, B)
+    gauge = {ACT: score.cumsum(0), PonderNet: 1 - (1 - score).cumprod(0)}.get(type(method), score)
+    values = gauge[gauge.isfinite()].unique()
+
+    def quality(i: int) -> tuple[int, float]:
+        stops = (gauge < (values[i] + values[i + 1]) / 2).long().cumprod(0).sum(0)
+        return len(stops.unique()), float((values[i + 1] - values[i]) / values[i].abs())
+
+    best = max(range(len(values) - 1), key=quality)
+    method.threshold = sign * float(values[best] + values[best + 1]) / 2
 
 
 def build(backbone: str, method: Method, dtype: torch.dtype = torch.float32, seed: int = 0) -> dwindle.AdaptiveViT:
@@ -82,10 +129,12 @@ def build(backbone: str, method: Method, dtype: torch.dtype = torch.float32, see
             nn.init.ones_(value)
     model = dwindle.adapt(vit, method).to(dtype).eval()
     for name, value in model.method.named_parameters():
-        if "planner" in name:
+        if "planner" in name or "predictor" in name:
             nn.init.normal_(value, std=0.5)
     if isinstance(method, dwindle.AHT):
         method.bar.fill_(0.0)
+    if hasattr(method, "parting"):
+        part(model)
     return model
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dwindle
-from conftest import BACKBONES, METHODS, OFF, build, images_for
+from conftest import BACKBONES, FEWEST, METHODS, OFF, build, images_for
 from dwindle.bench import forced_depths
 from dwindle.methods import Method
 
@@ -39,8 +39,7 @@ def test_masked_is_packed(backbone, method, device):
     torch.testing.assert_close(packed.logits, masked.logits, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(packed.features, masked.features, atol=1e-4, rtol=1e-4)
     assert packed.trace.depth.min() >= 1 and packed.trace.depth.max() <= model.backbone.shape.blocks
-    if method != "Static":  # a test in which nothing halts would prove nothing
-        assert len(packed.trace.depth.unique()) >= 3
+    assert len(packed.trace.depth.unique()) >= FEWEST.get(method, 3)  # where nothing halts, nothing is proven
     for value in {key for values in masked.trace.values for key in values}:
         torch.testing.assert_close(packed.trace.stack(value), masked.trace.stack(value), atol=1e-4, rtol=1e-4)
 
@@ -120,10 +119,10 @@ def test_images_whose_tokens_have_all_halted(backbone, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_of_masked_and_packed_agree(method):
     """Packed training: the same loss and the same gradients where decisions are hard."""
-    options = {"straight_through": False, "ramp": 0.0} if method == "AHT" else {}
     model = build("vit", METHODS[method]())
-    for name, value in options.items():
-        setattr(model.method, name, value)
+    for name, value in {"straight_through": False, "ramp": 0.0, "gumbel": False}.items():
+        if hasattr(model.method, name):  # soft gradients and noise are the masked layout's
+            setattr(model.method, name, value)
     model.train()
     images, labels = images_for(model), torch.arange(5)
     gradients = []
@@ -131,8 +130,8 @@ def test_gradients_of_masked_and_packed_agree(method):
         model.zero_grad()
         twin = copy.deepcopy(model)  # running moments and the bar move in training
         twin.loss(twin(images, layout=layout), labels)["total"].backward()
-        gradients.append({name: p.grad for name, p in twin.named_parameters() if p.grad is not None})
-    assert gradients[0].keys() == gradients[1].keys()
+        # A block that nobody reached has no gradient in a pack, and zeros under a mask.
+        gradients.append({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in twin.named_parameters()})
     for name in gradients[0]:
         torch.testing.assert_close(gradients[0][name], gradients[1][name], atol=1e-5, rtol=1e-3, msg=name)
 

@@ -6,6 +6,7 @@ products of attention; norms, activations and softmax are left out. The papers' 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +46,22 @@ def trace_macs(shape: Shape, trace: Trace, method: Method | None = None) -> Tens
         total = total + torch.stack([method.macs(n, depth) for depth, n in enumerate(counts)]).sum(0)
     rows, columns = trace.grid
     return total + rows * columns * (shape.token_macs + shape.pool_macs) + shape.image_macs
+
+
+def keep_for(budget: float | str, shape: Shape, stages: Sequence[int]) -> float:
+    """The share of patches to keep after each of these blocks, for an image to cost the budget."""
+    goal, patches = budget_share(budget, shape), shape.tokens() - shape.prefix
+
+    def cost(keep: float) -> float:
+        powers = [sum(stage <= depth for stage in stages) for depth in range(shape.blocks)]
+        counts = torch.tensor([shape.prefix + patches * keep**power for power in powers])
+        return (block_macs(shape, counts).sum().item() + fixed_macs(shape)) / static_macs(shape)
+
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (low, middle) if cost(middle) > goal else (middle, high)
+    return round(high, 6)
 
 
 def budget_share(budget: float | str, shape: Shape) -> float:

@@ -75,16 +75,26 @@ class Tokens:
         """Values of the images, handed to their rows."""
         raise NotImplementedError
 
+    def take(self, sheet_BN: Tensor) -> Tensor:
+        """Values of the tokens (B, N), for the rows."""
+        raise NotImplementedError
+
+    def image_sum(self, rows: Tensor) -> Tensor:
+        """(B, ...): sum over the live tokens of each image."""
+        raise NotImplementedError
+
     def image_mean(self, rows: Tensor) -> Tensor:
         """(B, D): mean over the live tokens of each image; 0 for an image with none."""
-        raise NotImplementedError
+        count = self.image_sum(torch.ones_like(rows[..., 0]))
+        return self.image_sum(rows) / count.clamp_min(1)[:, None]
 
     def rank(self, score: Tensor) -> Tensor:
         """0, 1, 2... in its image for the live row of the highest score, the next... Of equals the first comes first."""
         raise NotImplementedError
 
     def pad(self, rows: Tensor) -> Tensor:
-        """(B, n, ...): rows image by image, for what compares the tokens of an image; `padding` says which are real."""
+        """(B, n, ...): the live rows of each image one after the other, for what compares them; then what `padding`
+        says is none."""
         raise NotImplementedError
 
     def unpad(self, padded: Tensor) -> Tensor:
@@ -195,9 +205,12 @@ class Masked(Tokens):
     def per_image(self, values_B: Tensor) -> Tensor:
         return values_B[:, None].expand(-1, self.shape[1], *values_B.shape[1:])
 
-    def image_mean(self, rows: Tensor) -> Tensor:
-        live = self.live[..., None].to(rows.dtype)
-        return (rows * live).sum(1) / live.sum(1).clamp_min(1)
+    def take(self, sheet_BN: Tensor) -> Tensor:
+        return sheet_BN
+
+    def image_sum(self, rows: Tensor) -> Tensor:
+        live = self.live if rows.dim() == 2 else self.live[..., None]
+        return (rows * live.to(rows.dtype)).sum(1)
 
     def add_final(self, weight: Tensor | None) -> None:
         super().add_final(None if weight is None else torch.where(self.live, weight, 0.0))
@@ -207,14 +220,18 @@ class Masked(Tokens):
         return order.argsort(-1)
 
     def pad(self, rows: Tensor) -> Tensor:
-        return rows
+        return _reorder(rows, self._live_first)
 
     def unpad(self, padded: Tensor) -> Tensor:
-        return padded
+        return _reorder(padded, self._live_first.argsort(-1))
+
+    @property
+    def _live_first(self) -> Tensor:
+        return (~self.live).to(torch.uint8).argsort(-1, stable=True)
 
     @property
     def padding(self) -> Tensor:
-        return self.live
+        return self.pad(self.live)
 
     @property
     def images_live(self) -> Tensor:
@@ -285,9 +302,11 @@ class Packed(Tokens):
     def per_image(self, values_B: Tensor) -> Tensor:
         return values_B[self.image]
 
-    def image_mean(self, rows: Tensor) -> Tensor:
-        sums = rows.new_zeros(self.shape[0], rows.shape[-1]).index_add(0, self.image, rows)
-        return sums / rows.new_tensor(self.lengths).clamp_min(1)[:, None]
+    def take(self, sheet_BN: Tensor) -> Tensor:
+        return sheet_BN.flatten()[self.home]
+
+    def image_sum(self, rows: Tensor) -> Tensor:
+        return rows.new_zeros(self.shape[0], *rows.shape[1:]).index_add(0, self.image, rows)
 
     def rank(self, score: Tensor) -> Tensor:
         order = score.argsort(descending=True, stable=True)
@@ -360,6 +379,13 @@ class Packed(Tokens):
     @property
     def place(self) -> Tensor:
         return self.home % self.shape[1]
+
+
+def _reorder(values: Tensor, order_BN: Tensor) -> Tensor:
+    """(B, N, ...) along the second axis."""
+    if values.dim() > 2:
+        order_BN = order_BN[..., None].expand(*order_BN.shape, values.shape[-1])
+    return values.gather(1, order_BN)
 
 
 LAYOUTS: dict[str, type[Masked] | type[Packed]] = {"masked": Masked, "packed": Packed}

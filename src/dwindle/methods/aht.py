@@ -17,7 +17,16 @@ from ..cost import budget_share
 from ..errors import unknown
 from ..tokens import Tokens
 from ..trace import Trace
-from .base import Method, Verdict, halting_distribution, halting_kl, normalised_gaussian, require, wide
+from .base import (
+    Method,
+    Verdict,
+    check_stages,
+    halting_distribution,
+    halting_kl,
+    normalised_gaussian,
+    require,
+    wide,
+)
 
 if TYPE_CHECKING:
     from ..model import Output
@@ -172,11 +181,7 @@ class AHT(Method):
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
-        require(
-            bool(self.stages) and self.stages[0] >= 1 and self.stages[-1] <= shape.blocks - 1,
-            f"stages = {self.stages}",
-            f"planners sit after blocks 1..{shape.blocks - 1} of this backbone",
-        )
+        check_stages(self.stages, shape)
         require(
             0 <= self.neuron < shape.hidden,
             f"neuron = {self.neuron}",

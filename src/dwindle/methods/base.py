@@ -104,6 +104,12 @@ def require(condition: bool, given: str, expected: str) -> None:
         raise DwindleError(f"{given}: {expected}.")
 
 
+def check_stages(stages: tuple[int, ...], shape: Shape) -> None:
+    """Somebody must be left to decide about, and a block to save."""
+    fits = bool(stages) and stages[0] >= 1 and stages[-1] <= shape.blocks - 1
+    require(fits, f"stages = {stages}", f"tokens leave after blocks 1..{shape.blocks - 1} of this backbone")
+
+
 def normalised_gaussian(centre: Tensor, blocks: int, sigma: float) -> Tensor:
     """AHT-ViT Eq. 3: P(l) proportional to exp(-(l - centre)^2 / (2 sigma^2)) over l = 1..L, on a new first axis."""
     layers = torch.arange(1, blocks + 1, device=centre.device, dtype=centre.dtype)

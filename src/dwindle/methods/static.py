@@ -24,7 +24,9 @@ class Static(Method):
         return tokens
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
-        return Verdict(tokens.decide(depth, None), record={} if tokens.attention is None else {"attention": tokens.attention})
+        return Verdict(
+            tokens.decide(depth, None), record={} if tokens.attention is None else {"attention": tokens.attention}
+        )
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         if not self.attention:

@@ -1,0 +1,76 @@
+"""EViT: Expediting Vision Transformers via Token Reorganizations (Liang et al., 2022), its rule for picking tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..backbones.base import Shape
+from ..cost import keep_for
+from ..tokens import Tokens
+from .base import Method, Verdict, check_stages, require, wide
+
+
+class TopK(Method):
+    """After some blocks only the patches the class token looked at most go on, the same number in every image."""
+
+    paper = "EViT: Expediting Vision Transformers via Token Reorganizations, 2022"
+
+    def __init__(
+        self,
+        stages: tuple[int, ...] = (4, 7, 10),
+        keep: float = 0.7,
+        budget: float | str | None = None,
+        fuse: bool = False,
+    ) -> None:
+        """
+        stages: patches leave after these blocks. keep: share of the patches that go on at each.
+        budget: the share of the static cost (0.67), or GMACs ('3.1G'); sets `keep` in place of the value given.
+        fuse: one more token goes on, the mean of those left behind, weighted by the attention they got.
+        """
+        super().__init__()
+        require(0 <= keep <= 1, f"keep = {keep}", "it is a share of the patches, between 0 and 1")
+        self.stages = tuple(sorted({int(stage) for stage in stages}))
+        self.keep, self.budget, self.fuse = keep, budget, fuse
+        self.dial = ("keep", 0.0, 1.0)
+
+    def bind(self, shape: Shape) -> None:
+        super().bind(shape)
+        check_stages(self.stages, shape)
+        if self.budget is not None:
+            self.keep = keep_for(self.budget, shape, self.stages)
+
+    def start(self, tokens: Tokens) -> Tokens:
+        tokens.watching = 1 in self.stages
+        return tokens
+
+    def step(self, depth: int, tokens: Tokens) -> Verdict:
+        layer = depth + 1
+        tokens.watching = layer + 1 in self.stages
+        if layer not in self.stages:
+            return Verdict(tokens.decide(depth, None))
+        assert tokens.attention is not None
+        score = tokens.attention
+        patch = ~tokens.is_prefix
+        place = tokens.rank(score.masked_fill(~patch, -torch.inf))
+        # Rounded against noise in the product: 0.7 * 10 is 7, not 8.
+        wanted = tokens.per_image((self.keep * tokens.image_sum(wide(patch.to(score.dtype))) - 1e-4).ceil())
+        keep = (place < wanted) | ~patch
+        if self.fuse:
+            leaving = tokens.counted & ~keep
+            carrier = leaving & (place == wanted)  # the first of those who would leave
+            tokens.x = torch.where(carrier[..., None], self._fused(tokens, score * leaving), tokens.x)
+            keep = keep | carrier
+        return Verdict(tokens.decide(depth, keep), record={"score": score})
+
+    def _fused(self, tokens: Tokens, weight: Tensor) -> Tensor:
+        weight = weight.to(tokens.x.dtype)
+        total = tokens.image_sum(weight).clamp_min(torch.finfo(weight.dtype).tiny)
+        return tokens.per_image(tokens.image_sum(weight[..., None] * tokens.x) / total[:, None])
+
+    def macs(self, tokens: Tensor, depth: int) -> Tensor:
+        if depth + 1 not in self.stages:
+            return torch.zeros_like(tokens)
+        queries = 1 if self.shape.prefix else tokens
+        fused = tokens * self.shape.width if self.fuse else 0
+        return queries * tokens * self.shape.heads * self.shape.head_size + fused
