@@ -16,14 +16,14 @@ from torch import nn
 
 import dwindle
 from dwindle.methods import Method
-from dwindle.methods.dynamicvit import DynamicViT
-from dwindle.methods.tome import ToMe
-from dwindle.methods.topk import TopK
 from dwindle.methods.act import ACT
 from dwindle.methods.confidence import Confidence
+from dwindle.methods.dynamicvit import DynamicViT
 from dwindle.methods.pondernet import PonderNet
 from dwindle.methods.shallow import Shallow
 from dwindle.methods.similarity import Similarity
+from dwindle.methods.tome import ToMe
+from dwindle.methods.topk import TopK
 
 torch.set_num_threads(1)  # two test processes share two cores, and the models are tiny
 SIZE = 32
@@ -78,6 +78,11 @@ METHODS: dict[str, Callable[[], Method]] = {
     "Similarity": lambda: parting(Similarity()),
     "Similarity_cosine": lambda: parting(Similarity(kind="cosine")),
     "Shallow": lambda: Shallow(2),
+    "TopK": lambda: TopK(stages=(1, 2, 3), keep=0.7),
+    "TopK_fused": lambda: TopK(stages=(1, 3), keep=0.5, fuse=True),
+    "ToMe": lambda: ToMe(r=2.5),
+    "DynamicViT": lambda: DynamicViT(stages=(1, 2), keep=0.7),
+    "DynamicViT_image": lambda: DynamicViT(stages=(1, 2, 3), count="image"),
 }
 OFF: dict[str, Callable[[], Method]] = {
     "AHT": lambda: dwindle.AHT(stages=(1, 2), beta=-1e9),
@@ -88,10 +93,15 @@ OFF: dict[str, Callable[[], Method]] = {
     "Confidence": lambda: Confidence(threshold=1.0),
     "Similarity": lambda: Similarity(threshold=0.0),
     "Shallow": lambda: Shallow(4),
+    "TopK": lambda: TopK(stages=(1, 2), keep=1.0),
+    "ToMe": lambda: ToMe(r=0),
+    "DynamicViT": lambda: DynamicViT(stages=(1, 2), keep=1.0),
 }
 
-# How many depths tokens stop at, where it is fewer than 3: whole images stop, and there are only a few.
-FEWEST = {"Static": 1, "Shallow": 1, "ACT": 2, "PonderNet": 2, "Confidence": 2, "Similarity": 2, "Similarity_cosine": 2}
+# How many depths tokens stop at, where it may be fewer than 3: images stop whole, or as random weights have it.
+FEWEST = {"Static": 1, "Shallow": 1} | dict.fromkeys(
+    ("ACT", "PonderNet", "Confidence", "Similarity", "Similarity_cosine", "DynamicViT_image"), 2
+)
 
 
 def parting(method: Method) -> Method:

@@ -7,18 +7,21 @@ import random
 import subprocess
 import sys
 import types
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from dwindle.errors import DwindleError
 from dwindle.images import Preprocess, load_image
 from dwindle.train import data as data_module
 from dwindle.train.batches import Resident, loader, seeded
-from dwindle.train.data import Images, check_labels, limit, open_data
+from dwindle.train.data import Images, check_labels, hold_out, limit, open_data
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 real = pytest.mark.skipif(not SHARED.is_dir(), reason=f"the real data folder {SHARED} is absent")
@@ -255,8 +258,8 @@ def test_parquet_shards(tmp_path, inner):
     assert images.labels.tolist() == [0, 1, 2, 1, 0] * 2
     image, label = images[8]
     assert label == 1 and (np.asarray(image) == pixels(3)).all()
-    assert list(images.source.loaded) == [4]  # one row group of six was read
-    assert pickle.loads(pickle.dumps(images.source)).loaded == {}
+    assert list(images.source.held) == [4]  # one row group of six was read
+    assert not pickle.loads(pickle.dumps(images.source)).held
     assert len(open_data("d", "validation")) == 1
     with pytest.raises(IndexError):
         images[10]
@@ -303,6 +306,110 @@ def test_corrupt_parquet_image_is_named(tmp_path):
     for i in (1, 2):
         with pytest.raises(DwindleError, match=f"in row {i}"):
             images[i]
+
+
+# Sets larger than memory
+
+
+def held_bytes(images):
+    return sum(column.nbytes for column in images.source.held.values())
+
+
+@pytest.fixture
+def many_groups(tmp_path, monkeypatch):
+    """400 rows in 40 row groups of two shards, of which a quarter may be held; `reads` notes each group read."""
+    for k in range(2):
+        shard(tmp_path / "big" / f"train-0000{k}-of-00002.parquet", list(range(200 * k, 200 * k + 200)),
+              row_group_size=10)  # fmt: skip
+    size = sum(open_data("big").source.sizes)
+    images = open_data("big", memory=size // 4)
+    reads, read = [], data_module._parquet_file
+
+    def noted(path):
+        file = read(path)
+        return types.SimpleNamespace(
+            read_row_group=lambda part, **options: (reads.append((path, part)), file.read_row_group(part, **options))[1]
+        )
+
+    monkeypatch.setattr(data_module, "_parquet_file", noted)
+    return images, reads
+
+
+def test_sizes_are_known_before_reading(many_groups):
+    images, _ = many_groups
+    for g in range(0, 40, 7):
+        assert 0.5 * images.source.sizes[g] < images.source._group(g).nbytes <= images.source.sizes[g]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shuffled_epoch_keeps_to_the_memory(many_groups, workers):
+    images, reads = many_groups
+    assert images.streams
+    images.transform = lambda _: torch.tensor([held_bytes(images), len(reads)])  # in the process that reads
+    seen, noted = [], []
+    batches = loader(images, 16, train=True, workers=workers, seed=1)
+    batches.set_epoch(3)
+    for x, y in batches:
+        seen += y.tolist()
+        noted += x.tolist()
+    assert sorted(seen) == sorted(set(seen)) and len(seen) == 400
+    held, counted = np.array(noted).T
+    assert 0 < held.max() <= images.source.memory // max(workers, 1)
+    assert counted.max() <= 40  # every process reads a row group once, or not at all
+
+
+def test_many_workers_hold_a_window_each(many_groups):
+    images, reads = many_groups
+    images.share_memory(100)
+    images.transform = lambda _: torch.tensor(held_bytes(images))
+    batches = loader(images, 16, train=True)
+    assert max(int(x.max()) for x, _ in batches) <= images.source.window
+    assert len(reads) == 40
+
+
+def test_evaluation_of_a_large_set_reads_each_group_once(many_groups):
+    images, reads = many_groups
+    images.transform = lambda _: torch.tensor(held_bytes(images))
+    assert max(int(x.max()) for x, _ in loader(images, 16)) <= images.source.memory
+    assert len(reads) == 40 == len(set(reads))
+
+
+def test_threads_share_a_bounded_cache(many_groups):
+    images, reads = many_groups
+    assert len(Resident(images, 28, threads=4)) == 400
+    assert len(reads) <= 80 and held_bytes(images) <= images.source.memory
+
+
+def test_block_order_is_random_and_repeatable(many_groups):
+    images, _ = many_groups
+
+    def order(seed, of=images):
+        return of.shuffled(torch.Generator().manual_seed(seed)).tolist()
+
+    assert order(0) == order(0) == order(0, pickle.loads(pickle.dumps(images))) != order(1)
+    assert sorted(order(0)) == list(range(400))
+    groups = np.array(order(0)) // 10
+    assert 2 <= len(set(groups[:20])) <= 4 and len({tuple(np.array(order(s)[:20]) // 10) for s in range(5)}) == 5
+    part = limit(images, 150, seed=0)
+    assert part.streams and sorted(order(0, part)) == list(range(150))
+
+
+def test_a_set_that_fits_is_permuted_whole_and_kept(many_groups):
+    images, reads = many_groups
+    small = limit(images, 90)
+    assert not small.streams
+    expected = torch.randperm(90, generator=torch.Generator().manual_seed(4)).tolist()
+    assert small.shuffled(torch.Generator().manual_seed(4)).tolist() == expected
+    small.transform = lambda _: torch.tensor(len(reads))
+    assert max(int(x.max()) for x, _ in loader(small, 16, train=True, workers=2)) == 9  # all read before the fork
+    assert len(reads) == 9
+
+
+def test_a_row_group_larger_than_the_memory_is_held_alone(many_groups):
+    images, _ = many_groups
+    images.source.memory = images.source.room = 1
+    images.transform = lambda _: torch.tensor(len(images.source.held))
+    assert max(int(x.max()) for x, _ in loader(images, 16, train=True)) == 1
 
 
 # Hub
@@ -363,6 +470,27 @@ def test_limit():
     assert limit(limit(images, 4, seed=0), 2).labels.tolist() == limit(images, 4, seed=0).labels[:2].tolist()
     with pytest.raises(DwindleError, match="to 0 images"):
         limit(images, 0)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(labels=st.lists(st.integers(0, 5), min_size=2, max_size=80), share=st.floats(0.01, 0.99), seed=st.integers(0, 5))
+def test_hold_out_is_stratified(labels, share, seed):
+    images = Images("made", None, np.array(labels))
+    kept, held = hold_out(images, share, seed)
+    assert sorted([*kept.rows, *held.rows]) == list(range(len(labels))) and len(kept) and len(held)
+    count = min(max(round(share * len(labels)), 1), len(labels) - 1)
+    assert len(held) == count
+    for label, of_class in enumerate(np.bincount(labels)):
+        assert abs((held.labels == label).sum() - of_class * count / len(labels)) < 1 + 1e-9
+    assert held.rows.tolist() == hold_out(images, share, seed)[1].rows.tolist()
+
+
+def test_hold_out_refuses_and_varies():
+    images = Images("made", None, np.arange(100) % 5)
+    assert hold_out(images, 0.2, 0)[1].rows.tolist() != hold_out(images, 0.2, 1)[1].rows.tolist()
+    for part, share in ((images, 0.0), (images, 1.0), (limit(images, 1), 0.5)):
+        with pytest.raises(DwindleError, match="Cannot hold out"):
+            hold_out(part, share)
 
 
 def test_check_labels():
@@ -469,6 +597,66 @@ def test_evaluation_keeps_order_and_everything(augmented):
     augmented.transform = None
     with pytest.raises(DwindleError, match="no transform"):
         loader(augmented, 4)
+
+
+# Sharding
+
+
+def drawn(images, batch, epoch=0, **options):
+    """The indices of each batch."""
+    batches = loader(images, batch, **options)
+    batches.set_epoch(epoch)
+    order = [i for _, i in batches.sampler]
+    assert len(order) == len(batches.sampler)
+    return [order[at : at + batch] for at in range(0, len(order), batch)]
+
+
+def numbered(n):
+    images = Images("made", None, np.zeros(n))
+    images.transform = lambda image: image
+    return images
+
+
+@settings(deadline=None)
+@given(n=st.integers(1, 60), batch=st.integers(1, 6), world=st.integers(1, 4), epoch=st.integers(0, 3))
+def test_ranks_share_the_batch_of_one_process(n, batch, world, epoch):
+    images = numbered(n)
+    if world > 1 and n < world * batch:
+        with pytest.raises(DwindleError, match="too few for a joint batch"):
+            drawn(images, batch, train=True, world=world)
+        return
+    joint = drawn(images, batch * world, epoch, train=True, seed=7)
+    ranks = [drawn(images, batch, epoch, train=True, seed=7, rank=r, world=world) for r in range(world)]
+    assert [list(chain(*parts)) for parts in zip(*ranks, strict=True)] == joint
+    assert len(joint) == max(n // (world * batch), 1)
+
+
+@settings(deadline=None)
+@given(n=st.integers(0, 60), batch=st.integers(1, 6), world=st.integers(1, 4))
+def test_ranks_evaluate_every_image_once(n, batch, world):
+    images = numbered(n)
+    parts = [list(chain(*drawn(images, batch, rank=r, world=world))) for r in range(world)]
+    assert sorted(chain(*parts)) == list(range(n))
+    assert all(part == list(range(r, n, world)) for r, part in enumerate(parts))
+
+
+def test_ranks_of_a_streaming_set(many_groups):
+    images, _ = many_groups
+    images.transform = lambda image: torch.zeros(1)
+    joint = drawn(images, 24, train=True, seed=2)
+    ranks = [drawn(images, 8, train=True, seed=2, rank=r, world=3) for r in range(3)]
+    assert [list(chain(*parts)) for parts in zip(*ranks, strict=True)] == joint
+
+
+def test_loader_refuses(augmented):
+    for options, message in (
+        ({"rank": 2, "world": 2}, "between 0 and 1"),
+        ({"workers": -1}, "workers = -1"),
+    ):
+        with pytest.raises(DwindleError, match=message):
+            loader(augmented, 4, **options)
+    with pytest.raises(DwindleError, match="batch = 0"):
+        loader(augmented, 0)
 
 
 # Resident

@@ -1,16 +1,21 @@
-"""Figures over a whole data set, from numbers gathered out of many traces. view.py draws single traces, in one style.
+"""How a report shows a whole data set: figures, the groupings behind them, the frame of the page; from plain arrays.
 
-L blocks, n images. Every function takes plain arrays and gives a matplotlib figure.
+view.py draws single traces; the style is the same. L blocks, n images.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import csv
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .errors import DwindleError
 from .view import Photo, _figure, _heat, _height, _pixels, _scale, _show, _ticks, _tidy, veil
 
 if TYPE_CHECKING:
@@ -18,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CURVES = {"task": "task loss (training)", "top1": "top-1 (%)", "cost": "cost (% of static, training)"}
-EDGE = {"edgecolor": "0.3", "linewidth": 0.5}
+EDGE: dict[str, Any] = {"edgecolor": "0.3", "linewidth": 0.5}
 
 
 @dataclass
@@ -28,6 +33,7 @@ class Example:
     photo: Photo
     patches: np.ndarray
     label: str
+    depth: float  # mean over its tokens
 
 
 @dataclass
@@ -49,7 +55,7 @@ def depth_map(mean: np.ndarray, blocks: int, images: int) -> Figure:
 
 
 def score_boxes(scores: np.ndarray) -> Figure:
-    """(L, n) mean halting score of each image's live tokens, NaN where it has none, as a box per block: A-ViT Fig. 4b."""
+    """(L, n) mean score of each image's live tokens, NaN where it has none, as a box per block: A-ViT Fig. 4b."""
     blocks = len(scores)
     figure = _figure(7.0, 3.8)
     axis, layers = figure.add_subplot(), np.arange(1, blocks + 1)
@@ -66,8 +72,8 @@ def score_boxes(scores: np.ndarray) -> Figure:
     for box, colour in zip(drawn["boxes"], _scale(blocks).to_rgba(layers)):
         box.set(facecolor=colour, **EDGE)
     axis.set(xlabel="block", ylabel="mean score of an image's live tokens", xticks=_ticks(blocks, 24))
-    axis.set(xlim=(0.4, blocks + 0.6), ylim=(-0.02, max(1.02, 1.05 * np.nanmax(scores))))
-    _tidy(axis, "halting score in each block")
+    axis.set(xlim=(0.4, blocks + 0.6))
+    _tidy(axis, "score in each block")
     return figure
 
 
@@ -76,15 +82,16 @@ def easy_and_hard(easy: Sequence[Example], hard: Sequence[Example], blocks: int)
     columns = max(len(easy), len(hard))
     height = _height(_pixels((*easy, *hard)[0].photo), 1.9)
     figure = _figure(1.9 * columns + 0.5, 4 * height + 2.0)
-    top, bottom = figure.subfigures(2, 1)
-    for part, examples, title in ((top, easy, "least compute"), (bottom, hard, "most compute")):
-        part.suptitle(title, fontsize=13)
+    rows = figure.add_gridspec(2, 1)
+    for row, examples, title in ((0, easy, "least compute"), (1, hard, "most compute")):
+        part = figure.add_subfigure(rows[row])
+        part.suptitle(title, fontsize=13, x=0.01, ha="left")  # in sight also where a phone shows the first columns
         axes = part.subplots(2, columns, squeeze=False)
         for axis in axes.flat:
             axis.set_axis_off()
         for column, example in enumerate(examples):
             pixels = _pixels(example.photo)
-            _show(axes[0, column], pixels, f"{_short(example.label)}\ndepth {example.patches.mean():.1f}", size=10)
+            _show(axes[0, column], pixels, f"{_short(example.label)}\ndepth {example.depth:.1f}", size=10)
             axes[0, column].title.set_parse_math(False)  # a name may hold a '$'
             _show(axes[1, column], veil(pixels, example.patches, blocks), "")
     return figure
@@ -107,7 +114,9 @@ def training_curves(runs: Mapping[str, Mapping[str, np.ndarray]]) -> Figure:
         _tidy(axis, CURVES[name])
     if len(runs) > 1:
         names = [f" {name}" for name in handles]  # matplotlib hides a label that begins with '_'
-        legend = figure.legend(list(handles.values()), names, loc="outside lower center", ncols=min(len(runs), 4))
+        legend = figure.legend(
+            list(handles.values()), names, loc="outside lower left", ncols=min(len(runs), 4), frameon=False
+        )
         for text in legend.get_texts():
             text.set_parse_math(False)
     return figure
@@ -164,3 +173,139 @@ def _legend_below(axis: Axes) -> None:
 
 def _short(label: str, most: int = 22) -> str:
     return label if len(label) <= most else f"{label[: most - 1]}…"
+
+
+def easiest_and_hardest(right: np.ndarray, depth: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Among images that were classified right: those least deep, and those most; none is in both."""
+    order = np.flatnonzero(right)[np.argsort(depth[right], kind="stable")]
+    count = min(count, len(order) // 2)
+    return order[:count], order[::-1][:count]
+
+
+@dataclass
+class ClassChange:
+    """One class under the adaptive and the static model; percent."""
+
+    label: int
+    images: int
+    static: float
+    adaptive: float
+    gained: int  # images only the adaptive model has right
+    lost: int
+
+    @property
+    def difference(self) -> float:
+        return self.adaptive - self.static
+
+    @property
+    def beyond_chance(self) -> bool:
+        """By more than two standard errors: of the images on which the two models differ, half would go either way."""
+        return abs(self.gained - self.lost) > 2 * (self.gained + self.lost) ** 0.5
+
+
+def class_changes(labels: np.ndarray, adaptive: np.ndarray, static: np.ndarray) -> list[ClassChange]:
+    """Every class that has images, the most hurt first; of equals the one with more images goes further out."""
+    changes = []
+    for label in np.unique(labels):
+        ours, theirs = adaptive[labels == label], static[labels == label]
+        accuracy = 100 * float(theirs.mean()), 100 * float(ours.mean())
+        flips = int((ours & ~theirs).sum()), int((~ours & theirs).sum())
+        changes.append(ClassChange(int(label), len(ours), *accuracy, *flips))
+    return sorted(changes, key=lambda c: (c.difference, c.images if c.difference > 0 else -c.images))
+
+
+def cost_groups(gmacs: np.ndarray, adaptive: np.ndarray, static: np.ndarray, count: int = 5) -> list[CostGroup]:
+    """Images cut into equal groups by what they cost."""
+    parts = np.array_split(np.argsort(gmacs, kind="stable"), min(count, len(gmacs)))
+    return [
+        CostGroup(
+            float(gmacs[rows].mean()), len(rows), 100 * float(adaptive[rows].mean()), 100 * float(static[rows].mean())
+        )
+        for rows in parts
+    ]
+
+
+def spread_settings(cost: Callable[[float], float], one: float, other: float, count: int, probes: int) -> list[float]:
+    """Settings between two whose costs lie about evenly, cheapest first: the widest gap in cost is halved again and
+    again, for on most dials nearly all of the change happens in a small part of the range."""
+    known = {value: cost(value) for value in (one, other)}
+    finest = 1e-4 * abs(other - one)  # a cost that jumps is not looked into for ever
+    while len(known) < probes:
+        gaps = [(low, high) for low, high in pairwise(sorted(known)) if high - low > finest]
+        low, high = max(gaps, key=lambda gap: abs(known[gap[1]] - known[gap[0]]))
+        known[(low + high) / 2] = cost((low + high) / 2)
+    goals = np.linspace(min(known.values()), max(known.values()), count)
+    chosen = {min(known, key=lambda value: abs(known[value] - goal)) for goal in goals}
+    return sorted(chosen, key=lambda value: known[value])
+
+
+def read_metrics(folder: Path) -> dict[str, np.ndarray] | None:
+    """Columns of a run's metrics.csv, NaN where an epoch has no value; None where there is nothing to draw."""
+    path = folder / "metrics.csv"
+    if not path.is_file():
+        return None
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        columns = {name: np.array([float(row[name] or "nan") for row in rows]) for name in (rows[0] if rows else {})}
+    except (ValueError, TypeError) as error:
+        raise DwindleError(f"{path} holds more than numbers ({error}); mend it, or remove it.") from error
+    useful = "epoch" in columns and any(np.isfinite(columns[name]).any() for name in CURVES if name in columns)
+    return columns if useful else None
+
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c2024; --soft: #5c6670; --page: #fff; --card: #f4f6f8; --line: #dde2e7; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e8ec; --soft: #9aa5b1; --page: #14171a; --card: #1f2429; --line: #343b42; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 60rem; padding: 1.5rem 1rem 4rem; background: var(--page); color: var(--ink);
+  font: 1rem/1.55 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .25rem; }
+h2 { font-size: 1.2rem; margin: 2.5rem 0 .25rem; }
+h3 { font-size: 1rem; margin: .75rem 0 .25rem; }
+p { max-width: 44rem; margin: .25rem 0 .75rem; }
+.soft, footer { color: var(--soft); }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .75rem; margin: 1.25rem 0; }
+dl div { background: var(--card); border-radius: .5rem; padding: .6rem .8rem; }
+dt { color: var(--soft); font-size: .85rem; }
+dd { margin: 0; font-size: 1.25rem; font-weight: 600; }
+dd small { display: block; font-size: .8rem; font-weight: 400; color: var(--soft); }
+.scroll { overflow-x: auto; }
+.picture { background: #fff; border: 1px solid var(--line); border-radius: .5rem; overflow-x: auto; }
+.picture img { display: block; max-width: 100%; height: auto; margin: 0 auto; }
+@media (max-width: 45rem) { .picture img.wide { max-width: none; width: 46rem; } }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; min-width: min(100%, 24rem); }
+.pair table { width: 100%; }
+th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); }
+th, td + td { white-space: nowrap; }
+@media (max-width: 30rem) { th, td { padding: .3rem; font-size: .8rem; } }
+th:first-child, td:first-child { text-align: left; overflow-wrap: break-word; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 0 2rem; }
+footer { margin-top: 3rem; font-size: .85rem; }
+"""
+SHELL = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+<h1>{title}</h1>
+{body}
+</main>
+<footer>{footer}</footer>
+</body>
+</html>
+"""
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

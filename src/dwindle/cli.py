@@ -57,7 +57,7 @@ def _table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
     console.print(table)
 
 
-def _progress() -> Progress:
+def _progress(shown: bool = True) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -65,6 +65,7 @@ def _progress() -> Progress:
         TimeRemainingColumn(),
         console=aside,
         transient=True,
+        disable=not shown,
     )
 
 
@@ -141,12 +142,14 @@ def train(
     device: Device = None,
 ) -> None:
     """Train a recipe. A killed run loses at most the current epoch: give the same command with --resume."""
+    from . import ranks
     from .train.loop import Run
     from .train.recipe import changed, find_recipe
 
     settings = changed(find_recipe(recipe)(), set or [])
     run = Run(settings, data, out, eval_data=eval_data, device=_device(device), resume=resume, limit=limit)
-    with _progress() as bar:
+    speaks = ranks.rank() == 0  # of several processes one
+    with _progress(speaks) as bar:
         task = bar.add_task("training", total=settings.epochs * run.steps_per_epoch, completed=run.step)
 
         def tick(step: int, steps: int, terms: dict[str, Any]) -> None:
@@ -158,8 +161,11 @@ def train(
 
         for numbers in run.epochs(tick):
             shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k in ("total", "cost", "top1", "gmacs"))
-            aside.print(f"epoch {int(numbers['epoch'])}  {shown}")
-    _finish({"out": str(out), **(run.history[-1] if run.history else {})})
+            if speaks:
+                aside.print(f"epoch {int(numbers['epoch'])}  {shown}")
+    ranks.leave()
+    if speaks:
+        _finish({"out": str(out), **(run.history[-1] if run.history else {})})
 
 
 @app.command(name="eval")

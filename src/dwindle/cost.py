@@ -7,7 +7,7 @@ products of attention; norms, activations and softmax are left out. The papers' 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,13 @@ from .trace import Trace
 if TYPE_CHECKING:
     from .methods.base import Method
 
+Count = TypeVar("Count", Tensor, float)
 
-def block_macs(shape: Shape, tokens: Tensor) -> Tensor:
+
+def block_macs(shape: Shape, tokens: Count) -> Count:
     """One block on images with that many live tokens: linear in the tokens, and q k^T and a v quadratic."""
-    tokens = tokens.to(torch.float64)
+    if isinstance(tokens, Tensor):
+        tokens = tokens.to(torch.float64)
     return tokens * shape.block_macs + 2 * tokens**2 * shape.heads * shape.head_size
 
 
@@ -34,8 +37,7 @@ def fixed_macs(shape: Shape, image: tuple[int, int] | None = None) -> float:
 
 def static_macs(shape: Shape, image: tuple[int, int] | None = None) -> float:
     """One image with nothing halted and no method."""
-    tokens = torch.tensor(float(shape.tokens(image)))
-    return fixed_macs(shape, image) + shape.blocks * block_macs(shape, tokens).item()
+    return fixed_macs(shape, image) + shape.blocks * block_macs(shape, float(shape.tokens(image)))
 
 
 def trace_macs(shape: Shape, trace: Trace, method: Method | None = None) -> Tensor:

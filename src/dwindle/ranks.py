@@ -38,7 +38,8 @@ def join(device: str | None = None) -> str | None:
     if gpu:
         torch.cuda.set_device(local)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if gpu else "gloo")
+        place = torch.device("cuda", local) if gpu else None
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=place)
     return f"cuda:{local}" if gpu else "cpu"
 
 

@@ -216,7 +216,7 @@ class Masked(Tokens):
         super().add_final(None if weight is None else torch.where(self.live, weight, 0.0))
 
     def rank(self, score: Tensor) -> Tensor:
-        order = score.masked_fill(~self.live, -torch.inf).argsort(-1, descending=True, stable=True)
+        order = score.masked_fill(~self.live, -torch.inf).argsort(dim=-1, descending=True, stable=True)
         return order.argsort(-1)
 
     def pad(self, rows: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class Masked(Tokens):
 
     @property
     def _live_first(self) -> Tensor:
-        return (~self.live).to(torch.uint8).argsort(-1, stable=True)
+        return (~self.live).to(torch.uint8).argsort(dim=-1, stable=True)
 
     @property
     def padding(self) -> Tensor:
@@ -309,8 +309,8 @@ class Packed(Tokens):
         return rows.new_zeros(self.shape[0], *rows.shape[1:]).index_add(0, self.image, rows)
 
     def rank(self, score: Tensor) -> Tensor:
-        order = score.argsort(descending=True, stable=True)
-        order = order[self.image[order].argsort(stable=True)]  # image after image, best first
+        order = score.argsort(dim=-1, descending=True, stable=True)
+        order = order[self.image[order].argsort(dim=-1, stable=True)]  # image after image, best first
         within = torch.arange(len(order), device=order.device) - self._begin[self.image]
         return torch.empty_like(order).index_copy(0, order, within)
 

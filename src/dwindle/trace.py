@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ class Trace:
     lives: list[Where] = field(default_factory=list)
     values: list[dict[str, Tensor]] = field(default_factory=list)
     exits: list[Tensor] = field(default_factory=list)  # (B, classes) logits at each depth, where a method reads them
+    _live: Tensor | None = None  # kept once made; functools' cached_property takes a lock, which cannot be compiled
 
     def record(self, tokens: Tokens, values: dict[str, Tensor], exit: Tensor | None = None) -> None:
         self.lives.append(tokens.where)
@@ -29,17 +29,19 @@ class Trace:
         if exit is not None:
             self.exits.append(exit)
 
-    @cached_property
+    @property
     def live(self) -> Tensor:
         """(L, B, N) bool: which tokens block l computed."""
-        return self._stack([where.sheet() for where in self.lives], False)
+        if self._live is None:
+            self._live = self._stack([where.sheet() for where in self.lives], False)
+        return self._live
 
-    @cached_property
+    @property
     def depth(self) -> Tensor:
         """(B, N) int, 1..L: the block after which each token stopped."""
         return self.live.sum(0)
 
-    @cached_property
+    @property
     def counts(self) -> Tensor:
         """(L, B): tokens of each image that block l computed."""
         return self.live.sum(-1)
@@ -61,7 +63,7 @@ class Trace:
         """(L, B, N) halting scores h, 0 where a token was not live."""
         return self.stack("score")
 
-    @cached_property
+    @property
     def plans(self) -> dict[int, Tensor]:
         """{stage: (B, N) planned depth}, NaN for tokens that had halted before that stage."""
         return {

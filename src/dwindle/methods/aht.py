@@ -157,6 +157,7 @@ class AHT(Method):
         self.stages = tuple(sorted({int(stage) for stage in stages}))
         self.threshold, self.budget, self.sigma = float(threshold), budget, sigma
         self.lambda_p, self.lambda_t, self.lambda_i = lambda_p, lambda_t, lambda_i
+        self.relative = budget is not None  # apart from its value, on which a compiled step would be fixed
         self.neuron, self.hidden, self.follow, self.softness = neuron, hidden, follow, softness
         self.straight_through, self.detach, self.plan_leads = straight_through, detach, plan_leads
         self.p_actual, self.ponder, self.halted_plans, self.halt_class = p_actual, ponder, halted_plans, halt_class
@@ -223,7 +224,7 @@ class AHT(Method):
         """Depths in [1, L], noted on the tokens."""
         planner, blocks = self.planners[str(layer)], self.shape.blocks
         x = tokens.x.detach() if self.detach else tokens.x
-        if self.budget is None:
+        if not self.relative:
             plan = 1 + (blocks - 1) * torch.sigmoid(planner(tokens, x))
             record = {"plan": plan}
         else:
@@ -263,12 +264,7 @@ class AHT(Method):
                 divergence = ranks.share(divergence.masked_fill(silent, 0.0).sum(), (~silent).sum())
             divergences.append(divergence.mean())
         terms = {"ponder": ponder, "target_depth": torch.stack(divergences).mean()}
-        if (
-            self.lambda_i
-            and self.budget is not None
-            and teacher is not None
-            and any("attention" in v for v in teacher.trace.values)
-        ):
+        if self.asks_attention and teacher is not None and any("attention" in v for v in teacher.trace.values):
             terms["importance"] = self._importance(trace, teacher.trace)
         return terms
 
@@ -290,7 +286,7 @@ class AHT(Method):
 
     @property
     def asks_attention(self) -> bool:  # type: ignore[override]
-        return bool(self.lambda_i) and self.budget is not None
+        return bool(self.lambda_i) and self.relative
 
     @property
     def brought_in(self) -> float:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from .. import ranks
 from ..backbones.base import Shape
 from ..tokens import Tokens
 from .base import Method, Verdict, halting_kl, normalised_gaussian, require, wide
@@ -95,7 +96,7 @@ class AViT(Method):
         remainder = (trace.stack("remainder") * at_exit).sum(0)
         ponder = (exits + remainder).mean()  # Eq. 8
         # Eq. 11: scores of halted tokens are 0. Both sides are made distributions before they are compared (Eq. 12).
-        halting = trace.scores.mean((1, 2))
+        halting = ranks.mean(trace.scores.mean((1, 2)))
         halting = halting / halting.sum()
         target = normalised_gaussian(halting.new_tensor(self.target_depth), trace.blocks, self.sigma)
         return {"ponder": ponder, "prior": halting_kl(halting, target)}

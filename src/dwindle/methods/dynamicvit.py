@@ -74,7 +74,9 @@ class DynamicViT(Method):
         if count not in COUNTS:
             raise unknown("count", count, COUNTS)
         self.stages = tuple(sorted({int(stage) for stage in stages}))
-        self.keep, self.budget, self.count, self.threshold = keep, budget, count, threshold
+        self.budget, self.count, self.threshold = budget, count, threshold
+        self.keep: Tensor
+        self.register_buffer("keep", torch.tensor(float(keep)))  # a tensor: turned without compiling anew
         self.lambda_ratio, self.lambda_features, self.gumbel = lambda_ratio, lambda_features, gumbel
         self.dial = ("keep", 0.0, 1.0) if count == "fixed" else ("threshold", 1.0, 0.0)
         self.predictors = nn.ModuleDict()
@@ -83,7 +85,7 @@ class DynamicViT(Method):
         super().bind(shape)
         check_stages(self.stages, shape)
         if self.budget is not None:
-            self.keep = keep_for(self.budget, shape, self.stages)
+            self.keep.fill_(keep_for(self.budget, shape, self.stages))
         for stage in self.stages:
             self.predictors[str(stage)] = Predictor(shape.width)
 
@@ -102,7 +104,7 @@ class DynamicViT(Method):
         if self.count == "fixed":
             # int(rho^s N) of the patches the image began with.
             begun = (tokens.shape[1] - tokens.prefix) * self.keep ** (self.stages.index(layer) + 1)
-            keep = tokens.rank(logit.masked_fill(~patch, -torch.inf)) < int(begun + 1e-6)
+            keep = tokens.rank(logit.masked_fill(~patch, -torch.inf)) < (begun + 1e-4).floor()
         else:
             keep = torch.sigmoid(logit) >= self.threshold
         keep = tokens.decide(depth, keep | ~patch)

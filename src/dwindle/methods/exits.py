@@ -17,8 +17,9 @@ def image_state(tokens: Tokens, rows: Tensor) -> Tensor:
     """(B, D): the first prefix token's row, 0 once it has stopped; without a prefix the mean over live tokens."""
     if not tokens.prefix:
         return tokens.image_mean(rows)
-    there = tokens.pad(tokens.counted & (tokens.place == 0))[:, 0]  # live rows keep their order: it comes first
-    return torch.where(there[:, None], tokens.pad(rows)[:, 0], 0.0)
+    numbers = torch.arange(tokens.place.numel(), device=rows.device).view_as(tokens.place)
+    row = tokens.where.sheet(numbers, fill=-1)[:, 0]  # (B,) where each image's first token is, if it is live
+    return torch.where(row[:, None] >= 0, rows.flatten(0, -2).index_select(0, row.clamp_min(0)), 0.0)
 
 
 def check_supervision(given: str) -> None:

@@ -69,8 +69,9 @@ class PonderNet(Method):
 
     def distribution(self, trace: Trace) -> Tensor:
         """(L, B): p_n = lambda_n prod_{j<n} (1 - lambda_j), and what is left at the last block an image came to."""
-        score = trace.scores.sum(-1) / trace.counts.clamp_min(1)  # all live tokens of an image share it
-        return halting_distribution(score, trace.counts > 0, "hazard")
+        counts = trace.counts
+        score = trace.scores.sum(-1) / counts.clamp_min(1)  # all live tokens of an image share it
+        return halting_distribution(score, counts > 0, "hazard")
 
     def exit_weights(self, trace: Trace) -> Tensor | None:
         return self.distribution(trace) if self.training else None

@@ -65,7 +65,8 @@ class ToMe(Method):
             return Verdict(tokens.decide(depth, None))
         assert keys is not None
         likeness, partner = self._match(tokens, F.normalize(wide(keys), dim=-1))
-        alike = tokens.unpad(_interleave(likeness, torch.full_like(likeness, -torch.inf)))
+        both = _interleave(likeness, torch.full_like(likeness, -torch.inf))
+        alike = tokens.unpad(both[:, : tokens.padding.shape[1]])
         merged = (tokens.rank(alike) < count) & (alike > -torch.inf)
         keep = tokens.decide(depth, ~merged)
         assert keep is not None

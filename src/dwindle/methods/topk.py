@@ -31,14 +31,16 @@ class TopK(Method):
         super().__init__()
         require(0 <= keep <= 1, f"keep = {keep}", "it is a share of the patches, between 0 and 1")
         self.stages = tuple(sorted({int(stage) for stage in stages}))
-        self.keep, self.budget, self.fuse = keep, budget, fuse
+        self.budget, self.fuse = budget, fuse
+        self.keep: Tensor
+        self.register_buffer("keep", torch.tensor(float(keep)))  # a tensor: turned without compiling anew
         self.dial = ("keep", 0.0, 1.0)
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
         check_stages(self.stages, shape)
         if self.budget is not None:
-            self.keep = keep_for(self.budget, shape, self.stages)
+            self.keep.fill_(keep_for(self.budget, shape, self.stages))
 
     def start(self, tokens: Tokens) -> Tokens:
         tokens.watching = 1 in self.stages

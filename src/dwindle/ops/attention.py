@@ -97,7 +97,8 @@ def looked_at(q: Tensor, k: Tensor, gate_BN: Tensor, prefix: int, scale: float |
     """(B, N): the share of attention each token gets, mean over heads, from the class token; from all where none is."""
     queries = q[:, :, :1] if prefix else q
     scores = queries @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    weights = scores.float().masked_fill(~gate_BN[:, None, None, :], -torch.inf).softmax(-1).nan_to_num(0.0)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    weights = scores.masked_fill(~gate_BN[:, None, None, :], -torch.inf).softmax(-1).nan_to_num(0.0)
     if not prefix:
         weights = weights.where(gate_BN[:, None, :, None], 0.0) / gate_BN.sum(-1)[:, None, None, None].clamp_min(1)
     return weights.sum(2).mean(1)

@@ -123,7 +123,7 @@ def loader(
 ) -> Loader:
     """Batches of `images`; call `set_epoch` before each pass. Training shuffles and drops the last partial batch.
 
-    Of `world` processes, each with its `rank` and `batch` images at a time, every image goes to one.
+    Of `world` processes each gives its `rank`, and gets its share of the images, `batch` at a time.
     """
     if images.transform is None:
         raise DwindleError(f"'{images.name}' has no transform to make tensors with; set images.transform first.")
@@ -310,7 +310,6 @@ class Batches:
             else:
                 x = data.crop(x)
             yield ((x - mean) / std).to(self.dtype), data.labels[rows]
-
 
     def _own(self, rows: Tensor) -> Tensor:
         """This process's rows: its part of every joint batch in training, every world-th one else."""

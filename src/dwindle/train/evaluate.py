@@ -16,7 +16,6 @@ from ..model import AdaptiveViT
 Batches = Iterable[tuple[Tensor, Tensor]]
 
 
-@torch.inference_mode()
 def evaluate(
     model: AdaptiveViT,
     batches: Batches,
@@ -29,32 +28,16 @@ def evaluate(
     """Every image counts once. images_per_s is the model alone: loading and moving images is not in it.
 
     Of several processes each gives its own batches, and all get the result for all. lockstep: they must run the same
-    number of times (sharded weights); who has no images left repeats its last, uncounted.
+    number of times (sharded weights); who has no images left runs on a blank one, uncounted.
     """
     training, place = model.training, torch.device(device)
     model.eval().to(place)
-    top1 = top5 = images = 0
-    macs = depth = seconds = 0.0
-    for x, y, counted in _in_step(batches, lockstep):
-        x, y = x.to(place), y.to(place)
-        _wait(place)
-        begin = time.perf_counter()
-        out = model(x, layout=layout)
-        _wait(place)
-        if not counted:
-            continue
-        seconds += time.perf_counter() - begin
-        best = out.logits.topk(min(5, out.logits.shape[-1])).indices == y[:, None]
-        top1, top5 = top1 + int(best[:, 0].sum()), top5 + int(best.any(-1).sum())
-        macs += model.macs(out.trace).sum().item()
-        depth += out.trace.mean_depth.sum().item()
-        images += len(y)
-        if progress:
-            progress(len(y))
+    # Sharded weights are gathered into tensors that training goes on with, which inference mode would spoil.
+    with torch.no_grad() if lockstep else torch.inference_mode():
+        sums = _sums(model, _in_step(batches, model) if lockstep else batches, layout, place, progress)
     model.train(training)
-    sums = zip(*ranks.gathered((top1, top5, images, macs, depth)))
-    top1, top5, images, macs, depth = (sum(values) for values in sums)
-    seconds = max(ranks.gathered(seconds))
+    *totals, seconds = zip(*ranks.gathered(sums))
+    top1, top5, images, macs, depth = map(sum, totals)
     if not images:
         raise DwindleError("There are no images to evaluate; the data set is empty.")
     return {
@@ -64,17 +47,41 @@ def evaluate(
         "gmacs_static": round(model.static_macs() / 1e9, 4),
         "depth": round(depth / images, 3),
         "images": images,
-        "images_per_s": round(images / seconds, 1),
+        "images_per_s": round(images / max(seconds), 1),
     }
 
 
-def _in_step(batches: Batches, lockstep: bool) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    seen = 0
+def _sums(
+    model: AdaptiveViT, batches: Batches, layout: str, place: torch.device, progress: Callable[[int], None] | None
+) -> tuple[int, int, int, float, float, float]:
+    """Over this process's images: right answers, among the first five, images, MACs, mean depths, seconds."""
+    top1 = top5 = images = 0
+    macs = depth = seconds = 0.0
     for x, y in batches:
-        seen += 1
-        yield x, y, True
-    for _ in range(max(ranks.gathered(seen)) - seen if lockstep else 0):
-        yield x, y, False
+        x, y = x.to(place), y.to(place)
+        _wait(place)
+        begin = time.perf_counter()
+        out = model(x, layout=layout)
+        _wait(place)
+        if not len(y):
+            continue
+        seconds += time.perf_counter() - begin
+        best = out.logits.topk(min(5, out.logits.shape[-1])).indices == y[:, None]
+        top1, top5 = top1 + int(best[:, 0].sum()), top5 + int(best.any(-1).sum())
+        macs += model.macs(out.trace).sum().item()
+        depth += out.trace.mean_depth.sum().item()
+        images += len(y)
+        if progress:
+            progress(len(y))
+    return top1, top5, images, macs, depth, seconds
+
+
+def _in_step(batches: Batches, model: AdaptiveViT) -> Iterator[tuple[Tensor, Tensor]]:
+    """As many batches on every rank; those made up here have an image, but no label."""
+    shape, own = model.backbone.shape, iter(batches)
+    blank = torch.zeros(1, shape.channels, *shape.image), torch.zeros(0, dtype=torch.long)
+    while any(ranks.gathered((batch := next(own, None)) is not None)):
+        yield batch or blank
 
 
 @torch.no_grad()  # not inference mode: the dial it leaves behind may be trained on

@@ -26,7 +26,7 @@ from ..images import Preprocess
 from ..methods import Method
 from ..methods.static import Static
 from ..model import AdaptiveViT, adapt
-from .batches import CROP_PCT, Resident, loader
+from .batches import CROP_PCT, Resident, loader, mix
 from .data import Images, check_labels, open_data
 from .data import limit as first
 from .evaluate import calibrate, evaluate
@@ -79,6 +79,8 @@ class Run:
             self.model.vit.requires_grad_(False)
         self.resident = self._resident()
         self.batch = min(recipe.batch, len(self.train_images) // ranks.world())  # of this process
+        if recipe.mixup or recipe.cutmix:
+            self.batch -= self.batch % 2  # images are mixed in pairs
         if not self.batch:
             raise DwindleError(f"{len(self.train_images)} training images are too few for {ranks.world()} processes.")
         self.steps_per_epoch = len(self.train_images) // (self.batch * ranks.world())
@@ -94,6 +96,8 @@ class Run:
             self.learn.compile()
         self.epoch, self.step = 0, 0
         self.history: list[dict[str, float]] = []
+        if ranks.rank():  # from here on chance, such as dropout, is each process's own
+            torch.manual_seed(mix(recipe.seed, ranks.rank()))
         if resume:
             self._restore()
 
@@ -161,7 +165,9 @@ class Run:
         if not self.recipe.ema:
             return None
         if ranks.together() and self.recipe.parallel == "fsdp":
-            raise DwindleError(f"ema = {self.recipe.ema} cannot be kept of sharded weights; set ema=0, or parallel=ddp.")
+            raise DwindleError(
+                f"ema = {self.recipe.ema} cannot be kept of sharded weights; set ema=0, or parallel=ddp."
+            )
         from timm.utils import ModelEmaV3
 
         return ModelEmaV3(self.model, decay=self.recipe.ema, use_warmup=True)
@@ -172,12 +178,14 @@ class Run:
         return self.average.module if self.average else self.model
 
     def batches(self, train: bool, epoch: int | None = None, alike: bool = False) -> Iterable[tuple[Tensor, Tensor]]:
-        """This process's share of the images; `alike`: the same for every process."""
+        """This process's share of the images; `alike`: the joint batches, for every process."""
         recipe, pre = self.recipe, self.preprocess
         epoch = self.epoch if epoch is None else epoch
         images = self.train_images if train else self.eval_images
         batch = self.batch if train else 128
-        part = (0, 1) if alike else (ranks.rank(), ranks.world())
+        part = (ranks.rank(), ranks.world())
+        if alike:
+            batch, part = batch * ranks.world(), (0, 1)
         if self.resident:
             store = self.resident["train" if train else "eval"]
             return store.batches(
@@ -393,7 +401,7 @@ def build_vit(recipe: Recipe, classes: int) -> Any:
 def parameter_groups(model: AdaptiveViT, recipe: Recipe) -> list[dict[str, Any]]:
     """Backbone and method each at its learning rate; no decay for vectors, scalars and embeddings."""
     undecayed = set(getattr(model.vit, "no_weight_decay", set)())
-    groups: dict[tuple[float, float], list[Tensor]] = {}
+    groups: dict[tuple[float, float, bool], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

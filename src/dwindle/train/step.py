@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import inspect
 from typing import Any
 
 import torch
@@ -48,16 +49,16 @@ class Step:
 
     def __init__(self, model: AdaptiveViT, teacher: AdaptiveViT | None, recipe: Recipe, device: torch.device) -> None:
         self.model, self.recipe = model, recipe
-        lesson: Any = Lesson(model, teacher, recipe, device)
-        if ranks.together():
-            lesson = _parallel(lesson, model, recipe.parallel, device)
-        self.lesson: Callable[..., tuple[dict[str, Tensor], Tensor]] = lesson
-        self.quiet = getattr(lesson, "no_sync", None)  # DDP: exchange gradients at the last micro-batch only
+        self.bare = Lesson(model, teacher, recipe, device)
+        # FSDP's parameters were sharded before the optimiser was made.
+        exchanged = ranks.together() and recipe.parallel == "ddp"
+        self.lesson: Any = _exchanging(self.bare, device) if exchanged else self.bare
+        self.begun = False
         self.alone = [p for p in model.parameters() if not p.dim()] if recipe.parallel == "fsdp" else []
         self.mixup = _mixup(recipe, model.backbone.shape.classes)
 
     def compile(self) -> None:
-        self.lesson = torch.compile(self.lesson)
+        self.bare.compile()
 
     def __call__(self, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, at: int) -> dict[str, Tensor]:
         recipe, model = self.recipe, self.model
@@ -69,23 +70,24 @@ class Step:
         sums: dict[str, Tensor] = {}
         for i, (x_part, y_part) in enumerate(parts):
             share = len(x_part) / len(x)
-            if self.quiet is not None and i + 1 < len(parts):
-                with self.quiet():
-                    terms, cost = self._backward(x_part, y_part, share)
-            else:
+            with self._exchange(last=i + 1 == len(parts)):
                 terms, cost = self._backward(x_part, y_part, share)
             for name, value in (terms | {"cost": cost}).items():
                 sums[name] = sums.get(name, 0.0) + share * value.detach().float()
-        if self.alone:
-            for parameter in self.alone:
-                if parameter.grad is not None:
-                    parameter.grad = ranks.mean(parameter.grad)
+        self.begun = True
+        for parameter in self.alone:
+            if parameter.grad is not None:
+                parameter.grad = ranks.mean(parameter.grad)
         if recipe.clip:
             _clip(list(model.parameters()), recipe.clip)
         optimizer.step()
         means = ranks.mean(torch.stack(list(sums.values())))
         model.method.observe(means[list(sums).index("cost")])
         return dict(zip(sums, means))
+
+    def _exchange(self, last: bool) -> contextlib.AbstractContextManager:
+        """DDP exchanges gradients at the last micro-batch only; in its first step always, where it learns the graph."""
+        return contextlib.nullcontext() if last or not self.begun or self.lesson is self.bare else self.lesson.no_sync()
 
     def _backward(self, x: Tensor, y: Tensor, share: float) -> tuple[dict[str, Tensor], Tensor]:
         terms, cost = self.lesson(x, y)
@@ -95,14 +97,14 @@ class Step:
         return terms, cost
 
 
-def _parallel(lesson: Lesson, model: AdaptiveViT, kind: str, device: torch.device) -> Any:
-    if kind == "fsdp":
-        return lesson  # its parameters were sharded before the optimiser was made
-    ids = [device.index] if device.type == "cuda" else None
-    # Buffers are moved by the same sums on every rank: they need no broadcast.
-    return nn.parallel.DistributedDataParallel(
-        lesson, device_ids=ids, broadcast_buffers=False, find_unused_parameters=True
-    )
+def _exchanging(lesson: Lesson, device: torch.device) -> nn.Module:
+    """DDP: gradients become their means over ranks."""
+    ddp = nn.parallel.DistributedDataParallel
+    # Buffers are moved by the same sums on every rank and need no broadcast; newer torch has a new name for this.
+    new = "forward_sync_buffers" in inspect.signature(ddp).parameters
+    options: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": False}
+    # A static graph: which parameters a method leaves unused does not change from step to step.
+    return ddp(lesson, device_ids=[device.index] if device.type == "cuda" else None, static_graph=True, **options)
 
 
 def shard(model: AdaptiveViT) -> None:

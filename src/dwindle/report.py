@@ -1,0 +1,459 @@
+"""`dwindle report`: one page that explains a trained run, from traces alone.
+
+The first half gathers numbers over a data set, a batch at a time; the second turns them into a page that stands by
+itself: pictures are inside it, and nothing is fetched. L blocks, n images.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import charts
+from .checkpoint import find, load, read_config
+from .demo import class_names
+from .errors import DwindleError
+from .images import preprocess_of
+from .methods.base import require
+from .methods.static import Static
+from .model import AdaptiveViT
+from .train.batches import loader
+from .train.data import Images, check_labels, open_data
+from .train.data import limit as first
+from .train.evaluate import turn
+from .view import _save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Progress = Callable[[str, int, int], None]  # what is being done, images done, images in all
+
+EXAMPLES = 6  # easy images, and as many hard ones
+RANKED = 10  # classes in each of the two tables
+TURNED, TURNED_IMAGES = 7, 1000  # settings of the dial, and the images they are measured on
+PROBED, PROBED_IMAGES = 16, 32  # settings tried to find those, and on how many images
+
+
+def report(
+    run: str | Path,
+    out: str | Path,
+    *,
+    data: str | None = None,
+    compare_with: str | Path | Sequence[str | Path] | None = None,
+    limit: int | None = None,
+    device: str = "cpu",
+    batch: int = 64,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Write `out`/index.html and the figures beside it; returns the numbers and paths.
+
+    run: a run's folder, a checkpoint's, or a shipped name. data: None takes what the run was evaluated on.
+    compare_with: other runs, overlaid in the training curves; the first static one is what classes are compared to.
+    """
+    out = Path(out)
+    if any(path.is_file() for path in (out, *out.parents)):
+        raise DwindleError(f"'{out}' cannot be a folder, there is a file of that name; choose another --out.")
+    require(batch >= 1, f"--batch {batch}", "it must be at least 1")
+    one = isinstance(compare_with, (str, os.PathLike))
+    others = [compare_with] if one else list(compare_with or [])  # type: ignore[arg-type]
+    folders = [find(source) for source in (run, *others)]
+    metrics = [charts.read_metrics(folder) for folder in folders]
+    static = next((f for f in folders[1:] if read_config(f)["method"]["name"] == Static.__name__), None)
+    model = load(folders[0])
+    rival = load(static) if static else model
+    images = open_data(data or _own_data(model, folders[0]), "test")
+    images = images if limit is None else first(images, limit)
+    if not len(images):
+        raise DwindleError(f"'{images.name}' holds no images to report on; choose another --data.")
+    for each in (model, rival):
+        check_labels(images.labels, each.backbone.shape.classes)
+
+    stream = Stream(images, batch, device, progress)
+    seen = measure(model, stream)
+    name = f"the static run {static.resolve().name}" if static else "the same weights with nothing halted"
+    base = measure_static(rival, name, stream)
+    names = class_names(model) or images.classes or []
+    page = Page(out, model, seen, base)
+    page.depths()
+    page.examples(images, names, device)
+    page.costs()
+    page.classes(names)
+    page.curves(dict(zip(_run_names(folders), metrics)))
+    page.dial(stream)
+    return page.write(folders[0].resolve().name, images.name, limited=limit is not None)
+
+
+def _own_data(model: AdaptiveViT, folder: Path) -> str:
+    known = getattr(model, "extra", {}).get("data")
+    name = (known.get("eval") or known.get("train")) if isinstance(known, dict) else None
+    if not name:
+        raise DwindleError(f"{folder} does not say what it was evaluated on; name the data with --data.")
+    return name
+
+
+def _run_names(folders: Sequence[Path]) -> list[str]:
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+
+
+# ---- numbers over a data set ----
+
+
+@dataclass
+class Stream:
+    """A data set as a model wants it, batch by batch."""
+
+    images: Images
+    batch: int
+    device: str
+    progress: Progress | None = None
+
+    def batches(self, model: AdaptiveViT, what: str, rows: np.ndarray | None = None) -> Iterator[Tensor]:
+        model.eval().to(self.device)
+        part = self.images.select(np.arange(len(self.images)) if rows is None else rows)
+        part.transform = preprocess_of(model).eval_transform()
+        done = 0
+        for x, _ in loader(part, self.batch):
+            yield x.to(self.device)
+            done += len(x)
+            if self.progress:
+                self.progress(what, done, len(part))
+
+
+@dataclass
+class Measured:
+    """What the traces of a data set add up to; the traces themselves are not kept."""
+
+    labels: np.ndarray  # (n,)
+    top1: np.ndarray  # (n,) bool
+    top5: np.ndarray  # (n,) bool
+    depth: np.ndarray  # (n,) mean over the image's tokens
+    gmacs: np.ndarray  # (n,)
+    stops: np.ndarray  # (L,) tokens that stopped after each block
+    patches: np.ndarray  # (rows, columns) mean depth of each position
+    scores: np.ndarray | None  # (L, n) mean over live tokens, NaN where there is none; None: the method has no scores
+    gmacs_static: float
+
+
+@dataclass
+class Baseline:
+    """A model in which nothing halts, on the same images."""
+
+    name: str
+    top1: np.ndarray  # (n,) bool
+    gmacs: float
+
+
+@torch.inference_mode()
+def measure(model: AdaptiveViT, stream: Stream) -> Measured:
+    """One pass of the adaptive model."""
+    columns: dict[str, list[np.ndarray]] = {"best": [], "depth": [], "gmacs": [], "scores": []}
+    stops, patches = np.zeros(model.backbone.shape.blocks, dtype=np.int64), np.zeros(())
+    for x in stream.batches(model, "measuring"):
+        result = model(x)
+        trace = result.trace
+        columns["best"].append(_numpy(result.logits.topk(min(5, result.logits.shape[-1])).indices))
+        columns["depth"].append(_numpy(trace.mean_depth))
+        columns["gmacs"].append(_numpy(model.macs(trace) / 1e9))
+        stops += _numpy(torch.bincount(trace.depth.flatten(), minlength=trace.blocks + 1)[1:])
+        patches = patches + _numpy(trace.patches.double().sum(0))
+        if scored := [block for block, values in enumerate(trace.values) if "score" in values]:
+            scores = torch.full_like(trace.counts, torch.nan, dtype=torch.float64)
+            scores[scored] = trace.scores[scored].double().sum(-1) / trace.counts[scored]  # 0 / 0 is the NaN we want
+            columns["scores"].append(_numpy(scores))
+    labels, best = stream.images.labels, np.concatenate(columns["best"])
+    hits = best == labels[:, None]
+    return Measured(
+        labels,
+        hits[:, 0],
+        hits.any(1),
+        np.concatenate(columns["depth"]),
+        np.concatenate(columns["gmacs"]),
+        stops,
+        patches / len(labels),
+        np.concatenate(columns["scores"], 1) if columns["scores"] else None,
+        model.static_macs(trace) / 1e9,
+    )
+
+
+@torch.inference_mode()
+def measure_static(model: AdaptiveViT, name: str, stream: Stream) -> Baseline:
+    """One pass with every token forced to the end."""
+    shape, right = model.backbone.shape, []
+    for x in stream.batches(model, "comparing with static"):
+        full = torch.full((len(x), shape.tokens((x.shape[-2], x.shape[-1]))), shape.blocks)
+        result = model(x, depths=full)
+        right.append(_numpy(result.logits.argmax(-1)))
+    return Baseline(name, np.concatenate(right) == stream.images.labels, model.static_macs(result.trace) / 1e9)
+
+
+def _numpy(values: Tensor) -> np.ndarray:
+    return values.cpu().numpy()
+
+
+@torch.inference_mode()
+def turn_dial(model: AdaptiveViT, stream: Stream, rows: np.ndarray) -> list[dict[str, float]]:
+    """Accuracy and cost at settings of the dial, the one as trained first. The model is left as it was."""
+    assert model.method.dial is not None
+    name, cheap, dear = model.method.dial
+    trained = getattr(model.method, name)
+    few = torch.cat(list(stream.batches(model, "probing the dial", rows[:PROBED_IMAGES])))
+
+    def cost(value: float) -> float:
+        turn(model, value)
+        return model.macs(model(few).trace).mean().item()
+
+    try:
+        settings = [float(trained), *charts.spread_settings(cost, cheap, dear, TURNED, PROBED)]
+        points = [{"setting": setting, "gmacs": 0.0, "top1": 0.0} for setting in settings]
+        labels, at = stream.images.labels[rows], 0
+        for x in stream.batches(model, "turning the dial", rows):
+            wanted, at = labels[at : at + len(x)], at + len(x)
+            for point in points:
+                turn(model, point["setting"])
+                result = model(x)
+                point["gmacs"] += model.macs(result.trace).sum().item() / 1e9 / len(rows)
+                point["top1"] += 100 * int((_numpy(result.logits.argmax(-1)) == wanted).sum()) / len(rows)
+    finally:
+        setattr(model.method, name, trained)
+    return points
+
+
+# ---- the page ----
+
+
+@dataclass
+class Page:
+    """Sections as they come: a heading, a sentence on what one sees, and a figure or tables."""
+
+    out: Path
+    model: AdaptiveViT
+    seen: Measured
+    base: Baseline
+    parts: list[str] = field(default_factory=list)
+    figures: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, title: str, text: str, html: str = "") -> None:
+        self.parts.append(f"<section>\n<h2>{escape(title)}</h2>\n<p>{escape(text)}</p>\n{html}\n</section>")
+
+    def skip(self, title: str, why: str) -> None:
+        self.left_out[title] = why
+        self.add(title, why)
+
+    def picture(self, figure: Figure, name: str, alt: str, wide: bool = False) -> str:
+        self.out.mkdir(parents=True, exist_ok=True)
+        path = _save(figure, self.out / f"{name}.png")
+        self.figures.append(str(path))
+        source = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+        mark = ' class="wide"' if wide else ""
+        return f'<div class="picture"><img{mark} alt="{escape(alt)}" src="{source}"></div>'
+
+    @property
+    def blocks(self) -> int:
+        return len(self.seen.stops)
+
+    def depths(self) -> None:
+        """Average depth by position, exits, and scores: A-ViT Fig. 4."""
+        seen, low, high = self.seen, self.seen.patches.min(), self.seen.patches.max()
+        text = (
+            f"Over {len(seen.labels)} images a position runs through {low:.1f} to {high:.1f} of {self.blocks} blocks on"
+            " average; the bright ones are where the model expects to find what it needs."
+        )
+        figure = charts.depth_map(seen.patches, self.blocks, len(seen.labels))
+        title = "How deep each position goes"
+        self.add(title, text, self.picture(figure, "depth_map", f"Map of mean depth by position. {text}"))
+
+        share, peak = 100 * seen.stops / seen.stops.sum(), int(seen.stops.argmax()) + 1
+        text = (
+            f"{share[-1]:.0f}% of the tokens run to the last block; the most common place to stop is after block {peak}"
+            f" ({share.max():.0f}%). Tokens spread over many blocks mean that depth is chosen token by token."
+        )
+        html = self.picture(charts.exits(seen.stops), "exits", f"Bars of how many tokens stop where. {text}")
+        self.add("Where tokens stop", text, html)
+
+        title, method = "Scores", type(self.model.method).__name__
+        if seen.scores is None:
+            return self.skip(title, f"{method} decides without scores, so there are none to show.")
+        text = (
+            f"The score by which {method} decides, as the mean over an image's live tokens. The box is the middle half "
+            "of the images, the line their median, the whiskers reach from 5% to 95%: the taller, the more images "
+            "differ in that block."
+        )
+        medians = [f"{np.median(row[~np.isnan(row)]):.2f}" if (~np.isnan(row)).any() else "none" for row in seen.scores]
+        alt = f"Box plot of scores; medians from block 1 to {self.blocks}: {', '.join(medians)}."
+        return self.add(title, text, self.picture(charts.score_boxes(seen.scores), "scores", alt))
+
+    @torch.inference_mode()
+    def examples(self, images: Images, names: Sequence[str], device: str) -> None:
+        """A-ViT Fig. 5."""
+        title = "Easy and hard images"
+        easy, hard = charts.easiest_and_hardest(self.seen.top1, self.seen.depth, EXAMPLES)
+        if not len(easy):
+            return self.skip(title, "Fewer than two images were classified right, so none can be called easy or hard.")
+        if np.ptp(self.seen.depth[self.seen.top1]) == 0:
+            return self.skip(
+                title, "All images classified right go equally deep: to this model none is easier than another."
+            )
+        rows, pre = [*easy, *hard], preprocess_of(self.model)
+        photos = [pre.seen(images.image(int(row))) for row in rows]
+        transform = pre.eval_transform()
+        batch = torch.stack([transform(images.image(int(row))) for row in rows]).to(device)
+        patches = _numpy(self.model(batch).trace.patches)
+        labels = [_name(names, int(self.seen.labels[row])) for row in rows]
+        shown = [charts.Example(*example) for example in zip(photos, patches, labels, self.seen.depth[rows])]
+        text = (
+            "Of the images classified right, those that took the fewest and the most blocks per token; the veil covers "
+            "patches that stopped early, thicker the earlier. Plain scenes should be easy, cluttered ones hard."
+        )
+        alt = f"Least compute: {', '.join(labels[: len(easy)])}. Most compute: {', '.join(labels[len(easy) :])}."
+        figure = charts.easy_and_hard(shown[: len(easy)], shown[len(easy) :], self.blocks)
+        self.numbers["easy"], self.numbers["hard"] = [int(row) for row in easy], [int(row) for row in hard]
+        return self.add(title, text, self.picture(figure, "easy_and_hard", alt, wide=True))
+
+    def costs(self) -> None:
+        """Do harder images get more compute?"""
+        title, seen = "Do hard images get more compute?", self.seen
+        if np.ptp(seen.gmacs) == 0:
+            return self.skip(title, "All images cost the same under this model.")
+        groups = charts.cost_groups(seen.gmacs, seen.top1, self.base.top1)
+        low, high = groups[0], groups[-1]
+        text = (
+            f"Images in {len(groups)} equal groups by what they cost: the cheapest take {low.gmacs:.3g} GMACs and are "
+            f"{low.adaptive:.0f}% right, the dearest {high.gmacs:.3g} and {high.adaptive:.0f}%. Where static accuracy "
+            "falls to the right, the compute goes to images that are hard for anyone."
+        )
+        html = self.picture(charts.accuracy_by_cost(groups), "accuracy_by_cost", f"Bars of accuracy by cost. {text}")
+        self.numbers["by_cost"] = [vars(group) for group in groups]
+        return self.add(title, text, html)
+
+    def classes(self, names: Sequence[str]) -> None:
+        """A-ViT Table 1."""
+        title = "Classes most helped and hurt"
+        if np.array_equal(self.seen.top1, self.base.top1):
+            return self.skip(title, f"The model and {self.base.name} are right about exactly the same images.")
+        changes = charts.class_changes(self.seen.labels, self.seen.top1, self.base.top1)
+        hurt = [change for change in changes if change.difference < 0][:RANKED]
+        helped = [change for change in changes[::-1] if change.difference > 0][:RANKED]
+        typical = float(np.median([change.images for change in changes]))
+        sure = sum(change.beyond_chance for change in changes)
+        text = (
+            f"Top-1 of each class against {self.base.name}. With {typical:g} image{'s' * (typical != 1)} in a typical "
+            f"class one image is worth {100 / typical:.3g} points: {sure} of {len(changes)} classes change by more than"
+            " two standard errors, and about one in twenty would by chance."
+        )
+        if sure <= len(changes) / 20:
+            text += " So read this ranking as noise, unless more images say the same."
+        both = (("Helped", helped), ("Hurt", hurt))
+        html = "".join(f"<div><h3>{head}</h3>{_class_table(part, names)}</div>" for head, part in both)
+        for head, part in both:
+            self.numbers[head.lower()] = [{"class": _name(names, c.label), **vars(c)} for c in part]
+        return self.add(title, text, f'<div class="pair">{html}</div>')
+
+    def curves(self, runs: dict[str, dict[str, np.ndarray] | None]) -> None:
+        """A-ViT Fig. 7."""
+        title = "Training"
+        known = {name: columns for name, columns in runs.items() if columns}
+        missing = [name for name in runs if name not in known]
+        if not known:
+            return self.skip(
+                title, "There is no metrics.csv of a training beside the checkpoint, so there are no curves."
+            )
+        text = (
+            "Task loss, accuracy and cost after each epoch: a sound run gives up cost early and wins accuracy back "
+            "while the cost holds."
+        )
+        if missing:
+            text += f" Without a metrics.csv, so not shown: {', '.join(missing)}."
+        alt = f"Training curves of {', '.join(known)}."
+        return self.add(title, text, self.picture(charts.training_curves(known), "training", alt, wide=True))
+
+    def dial(self, stream: Stream) -> None:
+        title, method = "Turning the dial after training", type(self.model.method).__name__
+        if self.model.method.dial is None:
+            return self.skip(title, f"{method} has nothing to turn after training, so it has one cost only.")
+        rows = np.random.default_rng(0).permutation(len(stream.images))[
+            :TURNED_IMAGES
+        ]  # data often lies class by class
+        trained, *points = turn_dial(self.model, stream, rows)
+        if len(points) < 2:
+            return self.skip(title, f"Turning {method}'s {self.model.method.dial[0]} does not change what images cost.")
+        gmacs, top1 = ([point[name] for point in points] for name in ("gmacs", "top1"))
+        text = (
+            f"The same weights at {len(points)} settings of {method}'s {self.model.method.dial[0]}, on {len(rows)} "
+            f"images drawn at random: from {min(gmacs):.3g} GMACs at {top1[int(np.argmin(gmacs))]:.1f}% to "
+            f"{max(gmacs):.3g} at {top1[int(np.argmax(gmacs))]:.1f}%. Where the curve is flat, compute can be saved "
+            "for nothing, without training again."
+        )
+        static = self.base.gmacs, 100 * float(self.base.top1[rows].mean())
+        figure = charts.dial_curve(gmacs, top1, (trained["gmacs"], trained["top1"]), static)
+        self.numbers["dial"] = {"name": self.model.method.dial[0], "trained": trained, "points": points}
+        return self.add(title, text, self.picture(figure, "dial", f"Curve of accuracy against cost. {text}"))
+
+    def write(self, run: str, data: str, limited: bool) -> dict[str, Any]:
+        """The headline numbers on top, the settings at the end; the page appears whole or not at all."""
+        seen, method = self.seen, self.model.method
+        numbers = {
+            "images": len(seen.labels),
+            "top1": round(100 * float(seen.top1.mean()), 3),
+            "top5": round(100 * float(seen.top5.mean()), 3),
+            "top1_static": round(100 * float(self.base.top1.mean()), 3),
+            "gmacs": round(float(seen.gmacs.mean()), 4),
+            "gmacs_static": round(seen.gmacs_static, 4),
+            "depth": round(float(seen.depth.mean()), 3),
+            "blocks": self.blocks,
+        }
+        error = (numbers["top1"] * (100 - numbers["top1"]) / numbers["images"]) ** 0.5
+        cards = [
+            ("top-1", f"{numbers['top1']:.1f}%", f"± {error:.1f}; static {numbers['top1_static']:.1f}%"),
+            ("top-5", f"{numbers['top5']:.1f}%", ""),
+            ("GMACs per image", f"{numbers['gmacs']:.3g}", f"static {numbers['gmacs_static']:.3g}"),
+            ("cost", f"{seen.gmacs.mean() / seen.gmacs_static:.0%}", "of the static model"),
+            ("mean depth", f"{numbers['depth']:.2f}", f"of {self.blocks} blocks"),
+            ("images", f"{numbers['images']}", ""),
+        ]
+        head = "".join(f"<div><dt>{t}</dt><dd>{v}<small>{note}</small></dd></div>" for t, v, note in cards)
+        part = f"the first {numbers['images']} images of " * limited
+        intro = f"{type(method).__name__} on {part}{data}. Static: {self.base.name}."
+        rows = [[name, value] for name, value in method.config.items()]
+        self.add(f"Settings of {type(method).__name__}", f"{method.paper}.", charts.table(["setting", "value"], rows))
+        html = charts.SHELL.format(
+            title=escape(f"Where {run} spends its compute"),
+            style=charts.STYLE,
+            body="\n".join([f'<p class="soft">{escape(intro)}</p>', f"<dl>{head}</dl>", *self.parts]),
+            footer="Made by dwindle report, from traces alone. GMACs count linear layers, attention and the method.",
+        )
+        self.out.mkdir(parents=True, exist_ok=True)
+        path, draft = self.out / "index.html", self.out / f".{uuid4().hex}.tmp"
+        try:
+            draft.write_text(html, encoding="utf-8")
+            os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
+        left = {"left_out": self.left_out}
+        return {"run": run, "data": data, "page": str(path), "figures": self.figures, **numbers, **self.numbers, **left}
+
+
+def _name(names: Sequence[str], label: int) -> str:
+    return str(names[label]) if label < len(names) else f"class {label}"
+
+
+def _class_table(changes: Sequence[charts.ClassChange], names: Sequence[str]) -> str:
+    if not changes:
+        return "<p>None.</p>"
+    rows = [
+        [_name(names, c.label), c.images, f"{c.static:.0f}%", f"{c.adaptive:.0f}%", f"{c.difference:+.1f}"]
+        for c in changes
+    ]
+    return charts.table(["class", "images", "static", "adaptive", "points"], rows)
