@@ -3,6 +3,7 @@
 DATA stands for a folder with the data sets and DeiT's weights, as docs/data.md lays them out.
 """
 
+from .compare import Comparison, Entry
 from .train.recipe import Recipe
 
 
@@ -77,4 +78,53 @@ def tiny_test() -> Recipe:
         workers=0,
         method_options={"budget": 0.7},
         warmup_epochs=0.0,
+    )
+
+
+def _cifar100() -> Recipe:
+    """The conditions every method on CIFAR-100 shares."""
+    return Recipe(
+        model="deit_tiny_patch16_224",
+        epochs=20,
+        batch=512,
+        lr=3e-4,
+        min_scale=0.4,
+        jitter=0.2,
+        mixup=0.2,
+        cutmix=1.0,
+        mix_prob=0.5,
+        augment=None,
+        label_weight=0.5,
+        teacher_weight=0.5,
+        resident=True,
+        eval_every=20,
+        save_every=5,
+    )
+
+
+def cifar100_deit_tiny() -> Comparison:
+    """Table 4's row with every method: DeiT-T from its ImageNet weights, CIFAR-100 at 224, 20 epochs.
+
+    dwindle compare cifar100_deit_tiny --data DATA/cifar100 --out runs/cifar100 \\
+        --set weights=DATA/deit_tiny_patch16_224/model.safetensors
+    """
+    seeds = (0, 1, 2)
+    depths = {0.83: {"depth": 10}, 0.67: {"depth": 8}, 0.52: {"depth": 6}}
+    targets = {0.83: {"target_depth": 10.0}, 0.67: {"target_depth": 8.0}, 0.52: {"target_depth": 6.0}}
+    return Comparison(
+        base=_cifar100(),
+        static_seeds=seeds,
+        entries=(
+            Entry("AHT", "AHT", {"stages": (2, 5, 8)}, seeds=seeds),
+            Entry("TopK", "TopK"),
+            Entry("TopK fused", "TopK", {"fuse": True}),
+            Entry("DynamicViT", "DynamicViT"),
+            Entry("A-ViT", "AViT", by_cost=targets),
+            Entry("ToMe", "ToMe", train="never"),
+            Entry("Shallow", "Shallow", by_cost=depths),
+            Entry("ACT", "ACT", train="once"),
+            Entry("PonderNet", "PonderNet", train="once"),
+            Entry("Confidence", "Confidence", train="once"),
+            Entry("Similarity", "Similarity", train="once"),
+        ),
     )

@@ -8,8 +8,10 @@ right without being known here. Only three things are caught while a block runs 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -56,6 +58,7 @@ class Backbone:
     families: ClassVar[list[type[Backbone]]] = []
     family: ClassVar[str]
     any_size: bool = False  # accepts images of other sizes than the one it was built for
+    compiled: bool = False
 
     def __init_subclass__(cls) -> None:
         cls.families.append(cls)
@@ -132,7 +135,20 @@ class Backbone:
 
     def run(self, block: nn.Module, tokens: Tokens) -> Tokens:
         """One block on the live rows."""
+        if self.compiled:
+            return _compiled_run()(self, block, tokens)
+        return self._run(block, tokens)
 
+    @contextmanager
+    def compiling(self, wanted: bool) -> Iterator[None]:
+        """Blocks that run in here run compiled: one graph, which all blocks of a model share."""
+        self.compiled = wanted
+        try:
+            yield
+        finally:
+            self.compiled = False
+
+    def _run(self, block: nn.Module, tokens: Tokens) -> Tokens:
         def call(x: Tensor) -> Tensor:
             out = block(x)
             return out[0] if isinstance(out, tuple) else out
@@ -149,6 +165,13 @@ class Backbone:
             )
         after.tap = run.tap
         return after
+
+
+@cache
+def _compiled_run() -> Callable[[Backbone, nn.Module, Tokens], Tokens]:
+    # A graph for each way tokens can come (whole, masked, gated, watched) and each size of batch: not for every block.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(Backbone._run, dynamic=False)
 
 
 class _Run:

@@ -178,7 +178,11 @@ def _outline(vit: Any) -> tuple:
     """What a rebuilt model must have in common: every weight's name and shape, and how each part behaves in eval."""
     weights = tuple((name, tuple(value.shape)) for name, value in vit.state_dict().items())
     idle = (nn.Identity, nn.Dropout, DropPath)
-    kinds = tuple(type(m).__name__ for m in vit.modules() if not isinstance(m, (nn.LayerNorm, *idle)))
+    kinds = tuple(
+        type(m).__name__.removeprefix("FSDP")  # so torch calls the class of a sharded block
+        for m in vit.modules()
+        if not isinstance(m, (nn.LayerNorm, *idle))
+    )
     norms = tuple(m.eps for m in vit.modules() if isinstance(m, nn.LayerNorm))
     heads = tuple((block.attn.num_heads, block.attn.scale) for block in vit.blocks)
     flags = (vit.global_pool, vit.pool_include_prefix, vit.no_embed_class, vit.dynamic_img_size)

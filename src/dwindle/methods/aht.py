@@ -108,7 +108,7 @@ class AHT(Method):
         sigma: float = 1.0,
         neuron: int = 0,
         gamma: float = 1.0,
-        beta: float = 0.0,
+        beta: float = 2.0,
         hidden: int | None = None,
         follow: float = 3.0,
         softness: float = 0.1,
@@ -303,8 +303,9 @@ class AHT(Method):
         if self.budget is None:
             return
         goal = 1 + (budget_share(self.budget, self.shape) - 1) * self.brought_in
-        # A new tensor: the batch's loss still holds the old one for its backward pass.
-        self.bar = (self.bar + 0.5 * (cost - goal)).clamp(-4.0, 4.0)
+        # In place: a recorded step reads it where it lies. Nothing keeps the old value for a backward pass.
+        with torch.no_grad():
+            self.bar.add_(0.5 * (cost.to(self.bar.device) - goal)).clamp_(-4.0, 4.0)
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         if depth + 1 not in self.stages:

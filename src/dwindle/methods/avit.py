@@ -98,7 +98,7 @@ class AViT(Method):
         # Eq. 11: scores of halted tokens are 0. Both sides are made distributions before they are compared (Eq. 12).
         halting = ranks.mean(trace.scores.mean((1, 2)))
         halting = halting / halting.sum()
-        target = normalised_gaussian(halting.new_tensor(self.target_depth), trace.blocks, self.sigma)
+        target = normalised_gaussian(torch.full_like(halting[0], self.target_depth), trace.blocks, self.sigma)
         return {"ponder": ponder, "prior": halting_kl(halting, target)}
 
     @property

@@ -53,11 +53,8 @@ def attend_gated(
     was put out can learn to come back.
     """
     gate = gate_BN[:, None, :, None].to(v.dtype)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    # Fused kernels want a head size that is a multiple of 8, the same for q, k and v: the gate comes as eight equal
-    # columns, and q and k get as many zeros.
+    # Fused kernels want a head size that is a multiple of 8: the gate comes as eight equal columns.
     columns = gate.expand(*v.shape[:-1], 8)
-    q, k = F.pad(q, (0, 8)), F.pad(k, (0, 8))
     out = F.scaled_dot_product_attention(q, k, torch.cat([v * gate, columns], -1), dropout_p=dropout_p, scale=scale)
     return out[..., :-8] / out[..., -1:].clamp_min(torch.finfo(out.dtype).tiny)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -194,9 +195,17 @@ class Resident:
         jitter: float = 0.0,
         dtype: torch.dtype = torch.float32,
         part: tuple[int, int] = (0, 1),
+        compiled: bool = False,
     ) -> Batches:
         """(images (B, 3, size, size) normalised, labels (B,)); the rest as in `loader`, part = (rank, world)."""
-        return Batches(self, batch, train, seed, epoch, tuple(mean), tuple(std), min_scale, flip, jitter, dtype, part)
+        how = (tuple(mean), tuple(std), min_scale, flip, jitter, dtype, part, compiled)
+        return Batches(self, batch, train, seed, epoch, *how)
+
+    def view(self, rows: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+        """Some images as in evaluation, normalised."""
+        device = self.images.device
+        mean_, std_ = (255 * torch.tensor(v, device=device).view(3, 1, 1) for v in (mean, std))
+        return _colour(self.crop(self.images[rows.to(device)].float()), None, mean_, std_, torch.float32)
 
     def crop(self, x: Tensor) -> Tensor:
         """The evaluation view of stored images (B, 3, S, S) in 0..255: resampled only where S asks for it."""
@@ -281,6 +290,7 @@ class Batches:
     jitter: float
     dtype: torch.dtype
     part: tuple[int, int] = (0, 1)
+    compiled: bool = False
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -300,16 +310,17 @@ class Batches:
         order = (torch.randperm(n, generator=generator) if self.train else torch.arange(n)).to(device)
         draws = torch.rand(n, 8, generator=generator).to(device)
         order, draws = self._own(order), self._own(draws)
+        colour = _compiled_colour() if self.compiled else _colour
         for at in range(0, len(self) * self.batch, self.batch):
             rows, u = order[at : at + self.batch], draws[at : at + self.batch]
             x = data.images[rows].float()
             if self.train:
                 x = data.random_crop(x, u, self.min_scale, self.flip)
-                if self.jitter:
-                    x = _jitter(x, 1 + self.jitter * (2 * u[:, 5:] - 1))
+                factors = 1 + self.jitter * (2 * u[:, 5:] - 1) if self.jitter else None
+                x = colour(x, factors, mean, std, self.dtype)
             else:
-                x = data.crop(x)
-            yield ((x - mean) / std).to(self.dtype), data.labels[rows]
+                x = _colour(data.crop(x), None, mean, std, self.dtype)
+            yield x, data.labels[rows]
 
     def _own(self, rows: Tensor) -> Tensor:
         """This process's rows: its part of every joint batch in training, every world-th one else."""
@@ -320,6 +331,16 @@ class Batches:
         if not len(joint):
             return rows
         return joint.unflatten(0, (-1, world, self.batch))[:, rank].flatten(0, 1)
+
+
+def _colour(x: Tensor, factors: Tensor | None, mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:
+    x = x if factors is None else _jitter(x, factors)
+    return ((x - mean) / std).to(dtype, memory_format=torch.channels_last)
+
+
+@cache
+def _compiled_colour() -> Callable[..., Tensor]:
+    return torch.compile(_colour, dynamic=False)
 
 
 def _jitter(x: Tensor, factors: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from .step import WORTH_COMPILING, Step, full_state, load_full_state, shard
 
 log = logging.getLogger("dwindle")
 STATE = "state.pt"
+LARGE = 10_000  # training images; fewer are learnt by heart
 
 
 class Run:
@@ -52,8 +54,10 @@ class Run:
         limit: int | None = None,
         train_images: Images | None = None,
         eval_images: Images | None = None,
+        resident: dict[str, Resident] | None = None,
     ) -> None:
-        """data, eval_data: names or folders (train_images, eval_images: the same, opened). limit: the first images."""
+        """data, eval_data: names or folders (train_images, eval_images: the same, opened; resident: also decoded, by an
+        earlier run). limit: only so many images of each."""
         self.recipe, self.out = recipe, Path(out)
         self.data = {"train": data, "eval": eval_data or data}
         self.given = dataclasses.asdict(recipe) | {"data": data, "eval_data": eval_data, "limit": limit}
@@ -77,7 +81,7 @@ class Run:
             raise DwindleError(f"image_size = {self.preprocess.size} is no multiple of the patch size {patch}.")
         if recipe.freeze_backbone:
             self.model.vit.requires_grad_(False)
-        self.resident = self._resident()
+        self.resident = resident or self._resident()
         self.batch = min(recipe.batch, len(self.train_images) // ranks.world())  # of this process
         if recipe.mixup or recipe.cutmix:
             self.batch -= self.batch % 2  # images are mixed in pairs
@@ -95,6 +99,7 @@ class Run:
         if self._worth_compiling():
             self.learn.compile()
         self.epoch, self.step = 0, 0
+        self.seconds_per_epoch = 0.0  # of the latest, evaluation and saving left out
         self.history: list[dict[str, float]] = []
         if ranks.rank():  # from here on chance, such as dropout, is each process's own
             torch.manual_seed(mix(recipe.seed, ranks.rank()))
@@ -132,6 +137,7 @@ class Run:
                 f"The teacher {named} knows {teacher.backbone.shape.classes} classes, the data has "
                 f"{backbone_of(vit).shape.classes}; take a teacher trained on this data."
             )
+        teacher.checks = False
         return teacher.eval().requires_grad_(False).to(self.device)
 
     def _resident(self) -> dict[str, Resident] | None:
@@ -198,6 +204,7 @@ class Run:
                 min_scale=recipe.min_scale,
                 jitter=recipe.jitter,
                 part=part,
+                compiled=self.learn.bare.compiled,
             )
         images.transform = (
             pre.train_transform(randaugment=recipe.augment, min_scale=recipe.min_scale)
@@ -221,18 +228,20 @@ class Run:
                 numbers |= self.evaluate()
             numbers = {"epoch": self.epoch, **numbers}
             self.history.append(numbers)
-            self._save()
+            if last or self.epoch % recipe.save_every == 0:
+                self._save()
             yield numbers
 
-    def evaluate(self, layout: str = "packed") -> dict[str, float]:
-        """The best model on the evaluation images, each counted once by one of the processes."""
+    def evaluate(self, layout: str = "packed", model: AdaptiveViT | None = None) -> dict[str, float]:
+        """The best model, or another, on the evaluation images, each counted once by one of the processes."""
         # Sharded weights are gathered block by block: no process may leave out a block the others compute.
         layout = "masked" if self.sharded else layout
         batches = self.batches(train=False)
-        return evaluate(self.best_model, batches, layout=layout, device=self.device, lockstep=self.sharded)
+        return evaluate(model or self.best_model, batches, layout=layout, device=self.device, lockstep=self.sharded)
 
     def _train_epoch(self, tick: Any) -> dict[str, float]:
         self.model.train()
+        begin = time.perf_counter()
         total_steps = self.recipe.epochs * self.steps_per_epoch
         sums: dict[str, Tensor] = {}
         for x, y in self.batches(train=True):
@@ -244,6 +253,7 @@ class Run:
                 tick(self.step, total_steps, terms)
         self.model.method.progress = self.step / total_steps
         means = {name: float(value) / self.steps_per_epoch for name, value in sums.items()}
+        self.seconds_per_epoch = time.perf_counter() - begin
         if not np.isfinite(means["total"]):
             raise DwindleError(
                 f"The loss became {means['total']} in epoch {self.epoch + 1}; lower lr or the loss weights."
@@ -259,12 +269,11 @@ class Run:
         return terms
 
     def _meet_budget(self) -> None:
-        """Take up what is left between the budget asked for and the one held, on images seen as in training: clean
-        training images are a little cheaper than unseen ones."""
+        """Take up what is left between the budget asked for and the one held while training."""
         budget = getattr(self.model.method, "budget", None)
         if budget is None:
             return
-        images = self._augmented(1024 if self.device.type == "cuda" else 128)
+        images = self.typical()
         for model in {id(m): m for m in (self.model, self.best_model)}.values():
             goal, reached = budget_share(budget, model.backbone.shape), calibrate(model, images, budget)
             if abs(reached / goal - 1) > 0.02:
@@ -272,15 +281,33 @@ class Run:
                     "asked for %.3f of the static cost, reached %.3f: the method cannot go there", goal, reached
                 )
 
-    def _augmented(self, count: int) -> Tensor:
-        """Training images under augmentation; a small data set is drawn from more than once."""
-        seen: list[Tensor] = []
-        for draw in range(count):
+    def typical(self, count: int | None = None) -> Tensor:
+        """Training images that cost what unseen ones will, to set a budget on; the same for every process.
+
+        As in evaluation. A small data set is known by heart, and costs less than unseen images seen so; augmented, it
+        costs more: half of each.
+        """
+        count = count or (2048 if self.device.type == "cuda" else 128)
+        clean = count if len(self.train_images) >= LARGE else (count + 1) // 2
+        rows = np.random.default_rng(self.recipe.seed).permutation(len(self.train_images))[:clean]
+        if self.resident:
+            views = self.resident["train"].view(torch.from_numpy(rows), self.preprocess.mean, self.preprocess.std)
+        else:
+            some = self.train_images.select(rows)
+            some.transform = self.preprocess.eval_transform()
+            views = torch.cat([x for x, _ in loader(some, self.batch)]).to(self.device)
+        return torch.cat([views, *self._augmented(count - clean)])
+
+    def _augmented(self, count: int) -> Iterator[Tensor]:
+        """A small data set is drawn from more than once."""
+        draw = 0
+        while count > 0:
             for x, _ in self.batches(train=True, epoch=self.recipe.epochs + draw, alike=True):
-                seen.append(x)
-                if sum(map(len, seen)) >= count:
-                    return torch.cat(seen)[:count].to(self.device)
-        raise AssertionError("every draw gives at least one image")
+                yield x[:count].to(self.device)
+                count -= len(x)
+                if count <= 0:
+                    break
+            draw += 1
 
     def _save(self) -> None:
         """The model first, then the state that vouches for it: a kill in between repeats this epoch's saving."""

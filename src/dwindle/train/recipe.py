@@ -55,18 +55,20 @@ class Recipe:
     jitter: float = 0.0
     mixup: float = 0.0  # alpha of timm's Mixup and CutMix
     cutmix: float = 0.0
+    mix_prob: float = 1.0  # share of the batches that are mixed
     workers: int = 2
     seed: int = 0
     eval_every: int = 1  # epochs
+    save_every: int = 1  # epochs; what a kill may cost
 
     def check(self) -> None:
         """Settings that cannot work, before anything is read or written."""
-        lowest = dict.fromkeys(("epochs", "batch", "eval_every", "accumulate"), 1)
+        lowest = dict.fromkeys(("epochs", "batch", "eval_every", "save_every", "accumulate"), 1)
         lowest |= dict.fromkeys(("workers", "seed", "lr", "method_lr", "weight_decay", "clip", "warmup_epochs"), 0)
         lowest |= dict.fromkeys(("mixup", "cutmix", "teacher_weight", "label_weight"), 0)
         for name, low in lowest.items():
             require(getattr(self, name) >= low, f"{name} = {getattr(self, name)}", f"it must be at least {low}")
-        for name in ("smoothing", "ema", "min_scale"):
+        for name in ("smoothing", "ema", "min_scale", "mix_prob"):
             require(0 <= getattr(self, name) <= 1, f"{name} = {getattr(self, name)}", "it must lie between 0 and 1")
         for name, known in (("distill", DISTILLATIONS), ("parallel", PARALLELS)):
             if getattr(self, name) not in known:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ranks
-from ..model import AdaptiveViT
+from ..model import AdaptiveViT, Output
 from .batches import seeded
 from .recipe import Recipe
 
@@ -24,56 +24,67 @@ class Lesson(nn.Module):
         super().__init__()
         self.model, self.recipe, self.device = model, recipe, device
         self.teacher = [teacher]  # in a list: it is no part of what is trained, averaged or sharded
+        self.compiled = False
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        recipe, teacher = self.recipe, self.teacher[0]
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.amp and self.device.type == "cuda"):
-            out = self.model(x)
+        model, teacher = self.model, self.teacher[0]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.amp and self.device.type == "cuda"):
+            with model.backbone.compiling(self.compiled):
+                out = model(x)
             taught = None
             if teacher is not None:
-                with torch.no_grad():
+                with torch.no_grad(), teacher.backbone.compiling(self.compiled):
                     taught = teacher(x, layout="masked")
-            terms = self.model.terms(
-                out,
-                y,
-                taught,
-                distill=recipe.distill,
-                temperature=recipe.teacher_temperature,
-                label_smoothing=recipe.smoothing,
-            )
-            return terms, self.model.cost(out.trace)
+            return self.terms(out, y, taught)
+
+    def terms(self, out: Output, y: Tensor, taught: Output | None) -> tuple[dict[str, Tensor], Tensor]:
+        recipe = self.recipe
+        terms = self.model.terms(
+            out,
+            y,
+            taught,
+            distill=recipe.distill,
+            temperature=recipe.teacher_temperature,
+            label_smoothing=recipe.smoothing,
+        )
+        return terms, self.model.cost(out.trace)
 
 
 class Step:
     """`step(x, y)` trains on one batch and returns its terms, detached."""
 
+    records: bool = True  # where it can: compiled, on one GPU
+
     def __init__(self, model: AdaptiveViT, teacher: AdaptiveViT | None, recipe: Recipe, device: torch.device) -> None:
-        self.model, self.recipe = model, recipe
+        self.model, self.recipe, self.device = model, recipe, device
         self.bare = Lesson(model, teacher, recipe, device)
         # FSDP's parameters were sharded before the optimiser was made.
         exchanged = ranks.together() and recipe.parallel == "ddp"
         self.lesson: Any = _exchanging(self.bare, device) if exchanged else self.bare
         self.begun = False
+        self.recorded: _Recorded | None = None
         self.alone = [p for p in model.parameters() if not p.dim()] if recipe.parallel == "fsdp" else []
         self.mixup = _mixup(recipe, model.backbone.shape.classes)
 
     def compile(self) -> None:
-        self.bare.compile()
+        self.bare.compiled = True
+        if self.device.type == "cuda":
+            for module in self.model.modules():
+                if isinstance(module, nn.Conv2d):  # patches are cut several times faster in this order
+                    module.to(memory_format=torch.channels_last)
 
     def __call__(self, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, at: int) -> dict[str, Tensor]:
         recipe, model = self.recipe, self.model
         if self.mixup is not None:
             with seeded(recipe.seed, at):
                 x, y = self.mixup(x, y)
-        optimizer.zero_grad(set_to_none=True)
-        parts = list(zip(x.chunk(recipe.accumulate), y.chunk(recipe.accumulate)))
-        sums: dict[str, Tensor] = {}
-        for i, (x_part, y_part) in enumerate(parts):
-            share = len(x_part) / len(x)
-            with self._exchange(last=i + 1 == len(parts)):
-                terms, cost = self._backward(x_part, y_part, share)
-            for name, value in (terms | {"cost": cost}).items():
-                sums[name] = sums.get(name, 0.0) + share * value.detach().float()
+                y = y.to(x.device)
+        if self.records and self.bare.compiled and x.is_cuda and not ranks.together() and recipe.accumulate == 1:
+            self.recorded = self.recorded or _Recorded(self, x, y)
+            sums = self.recorded(x, y)
+        else:
+            optimizer.zero_grad(set_to_none=True)
+            sums = self._gradients(x, y)
         self.begun = True
         for parameter in self.alone:
             if parameter.grad is not None:
@@ -85,16 +96,73 @@ class Step:
         model.method.observe(means[list(sums).index("cost")])
         return dict(zip(sums, means))
 
+    def _gradients(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Of the batch, in as many micro-batches as the recipe says."""
+        parts = list(zip(x.chunk(self.recipe.accumulate), y.chunk(self.recipe.accumulate)))
+        sums: dict[str, Tensor] = {}
+        for i, (x_part, y_part) in enumerate(parts):
+            share = len(x_part) / len(x)
+            with self._exchange(last=i + 1 == len(parts)):
+                terms = self.backward(x_part, y_part, None, share)
+            for name, value in terms.items():
+                sums[name] = sums.get(name, 0.0) + share * value
+        return sums
+
     def _exchange(self, last: bool) -> contextlib.AbstractContextManager:
         """DDP exchanges gradients at the last micro-batch only; in its first step always, where it learns the graph."""
         return contextlib.nullcontext() if last or not self.begun or self.lesson is self.bare else self.lesson.no_sync()
 
-    def _backward(self, x: Tensor, y: Tensor, share: float) -> tuple[dict[str, Tensor], Tensor]:
+    def backward(self, x: Tensor, y: Tensor, weights: Tensor | None, share: float = 1.0) -> dict[str, Tensor]:
+        """weights: of the terms, on the device; None: as they are now."""
         terms, cost = self.lesson(x, y)
-        # Weights are brought in over time: outside what is compiled, which would see a new constant at every step.
-        total = terms["total"] = self.model.weighted(terms, self.recipe.label_weight, self.recipe.teacher_weight)
+        total = (
+            self.model.weighted(terms, self.recipe.label_weight, self.recipe.teacher_weight)
+            if weights is None
+            else (torch.stack([term.float() for term in terms.values()]) * weights[: len(terms)]).sum()
+        )
         (share * total).backward()
-        return terms, cost
+        return {n: v.detach().float() for n, v in (terms | {"total": total, "cost": cost}).items()}
+
+
+class _Recorded:
+    """Forward and backward as one CUDA graph: launching their kernels one by one takes longer than running them."""
+
+    def __init__(self, step: Step, x: Tensor, y: Tensor) -> None:
+        self.step, self.x, self.y = step, x.clone(memory_format=torch.preserve_format), y.clone()
+        self.weights = torch.zeros(32, device=x.device)
+        self.names: list[str] = []
+        model = step.model
+        # Trying out moves running moments and random numbers: put back, so that a resumed run is the same run.
+        before, drawn = [b.clone() for b in model.buffers()], torch.cuda.get_rng_state(x.device)
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                self._clear()
+                terms = step.backward(self.x, self.y, self.weights)
+        torch.cuda.current_stream().wait_stream(aside)
+        self.names = [name for name in terms if name not in ("total", "cost")]
+        self._clear()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.terms = step.backward(self.x, self.y, self.weights)
+        for buffer, value in zip(model.buffers(), before):
+            buffer.copy_(value)
+        torch.cuda.set_rng_state(drawn, x.device)
+
+    def _clear(self) -> None:
+        for parameter in self.step.model.parameters():
+            parameter.grad = None
+
+    def __call__(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        recipe, method = self.step.recipe, self.step.model.method
+        # Weights are brought in over time: an input, or the graph would hold those of its first step.
+        given = {"task": recipe.label_weight, "distill": recipe.teacher_weight} | method.loss_weights
+        self.weights[: len(self.names)] = torch.tensor([given[name] for name in self.names], dtype=torch.float32)
+        self.x.copy_(x)
+        self.y.copy_(y)
+        self.graph.replay()
+        return {name: value.clone() for name, value in self.terms.items()}
 
 
 def _exchanging(lesson: Lesson, device: torch.device) -> nn.Module:
@@ -136,7 +204,7 @@ def _mixup(recipe: Recipe, classes: int) -> Any:
     from timm.data import Mixup
 
     # Smoothing is the loss's affair, so that it is the same with and without mixing.
-    return Mixup(recipe.mixup, recipe.cutmix, label_smoothing=0.0, num_classes=classes)
+    return Mixup(recipe.mixup, recipe.cutmix, prob=recipe.mix_prob, label_smoothing=0.0, num_classes=classes)
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:

@@ -1,0 +1,325 @@
+"""Methods under the same conditions: train and evaluate all of them, then a table, a plot, and one JSON per result.
+
+A comparison goes on where it was: a result whose JSON exists is not made again, a training that was killed resumes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .checkpoint import load, save
+from .errors import DwindleError, unknown
+from .methods import Method
+from .model import AdaptiveViT, adapt
+from .train.evaluate import calibrate
+from .train.loop import Run
+from .train.recipe import Recipe
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STATIC = "static"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method of a comparison, at every cost asked for."""
+
+    name: str
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    by_cost: dict[float, dict[str, Any]] = field(default_factory=dict)  # options for each cost, in place of `budget`
+    train: str = "each"  # 'each': for every cost; 'once': its dial is turned to each; 'never': on the static model
+    costs: tuple[float, ...] | None = None  # None: the comparison's
+    seeds: tuple[int, ...] | None = None
+    changes: dict[str, Any] = field(default_factory=dict)  # of the recipe; must be told beside the result
+    group: str = "methods"  # rows of the table that belong together
+
+
+@dataclass(frozen=True)
+class Comparison:
+    base: Recipe  # the conditions; its method is not used
+    entries: tuple[Entry, ...]
+    costs: tuple[float, ...] = (0.83, 0.67, 0.52)
+    seeds: tuple[int, ...] = (0,)
+    static_seeds: tuple[int, ...] = (0,)
+    taught: bool = True  # the static model of the same seed teaches all others
+    pretrained_static: bool = False  # the static model is the weights as they are: nothing to train
+
+
+class Compare:
+    """`results()` yields every result as it comes, those of earlier calls first."""
+
+    def __init__(
+        self,
+        name: str,
+        comparison: Comparison,
+        data: str,
+        out: str | os.PathLike,
+        results: str | os.PathLike,
+        *,
+        eval_data: str | None = None,
+        device: str | None = None,
+        limit: int | None = None,
+        only: Sequence[str] | None = None,
+        tick: Callable[..., None] | None = None,
+        until: float | None = None,
+    ) -> None:
+        """only: names of entries. until: seconds after which no further training is begun."""
+        self.name, self.comparison, self.data, self.eval_data = name, comparison, data, eval_data
+        self.out, self.folder = Path(out), Path(results) / name
+        self.device, self.limit, self.tick = device, limit, tick
+        self.end = None if until is None else time.monotonic() + until
+        known = [STATIC, *(entry.name for entry in comparison.entries)]
+        for wanted in only or ():
+            if wanted not in known:
+                raise unknown("entry of this comparison", wanted, known)
+        self.only = set(only or known)
+        self.resident: Any = None  # decoded once for all runs
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def results(self) -> Iterator[dict[str, Any]]:
+        for seed in self.comparison.static_seeds:
+            if STATIC in self.only:
+                yield from self._static(seed)
+        for entry in self.comparison.entries:
+            if entry.name in self.only:
+                for seed in entry.seeds or self.comparison.seeds:
+                    yield from self._entry(entry, seed)
+
+    # Where things are.
+    def _path(self, name: str, cost: float, seed: int) -> Path:
+        return self.folder / f"{name}-{cost:.2f}-s{seed}.json"
+
+    def _static_folder(self, seed: int) -> Path:
+        return self.out / f"{STATIC}-1.00-s{seed}"
+
+    def _late(self) -> bool:
+        return self.end is not None and time.monotonic() > self.end
+
+    # Making results.
+    def _static(self, seed: int) -> Iterator[dict[str, Any]]:
+        path, folder = self._path(STATIC, 1.0, seed), self._static_folder(seed)
+        if not path.exists() and (folder / "config.json").exists() and not (folder / "state.pt").exists():
+            run = self._opened(self._alone(seed), self.out / f".{STATIC}-s{seed}", {})  # a checkpoint brought from elsewhere
+            self._write(path, STATIC, "methods", run, load(folder).to(run.device), 1.0, seed, 0.0)
+        if not path.exists() or not (folder / "config.json").exists():
+            if self._late():
+                return
+            recipe = self._alone(seed)
+            if self.comparison.pretrained_static:
+                run, seconds = self._opened(recipe, folder, {}), 0.0
+                save(run.model, folder, extra={"preprocess": run.preprocess.to_dict()})
+            else:
+                run, seconds = self._trained(recipe, folder)
+            self._write(path, STATIC, "methods", run, run.best_model, 1.0, seed, seconds)
+        yield _read(path)
+
+    def _alone(self, seed: int) -> Recipe:
+        """The static model learns from the labels alone."""
+        settings = {"method": "Static", "method_options": {}, "teacher": None, "label_weight": 1.0, "seed": seed}
+        return dataclasses.replace(self.comparison.base, **settings)
+
+    def _entry(self, entry: Entry, seed: int) -> Iterator[dict[str, Any]]:
+        costs = entry.costs or self.comparison.costs
+        missing = [cost for cost in costs if not self._path(entry.name, cost, seed).exists()]
+        if missing and entry.train == "each":
+            for cost in missing:
+                if not self._late():
+                    self._each(entry, cost, seed)
+        elif missing and not self._late():
+            self._turned(entry, missing, seed)
+        for cost in costs:
+            if self._path(entry.name, cost, seed).exists():
+                yield _read(self._path(entry.name, cost, seed))
+
+    def _recipe(self, entry: Entry, seed: int, options: dict[str, Any]) -> Recipe:
+        base = self.comparison.base
+        teacher = str(self._static_folder(seed)) if self.comparison.taught else None
+        if teacher is not None and entry.train != "never" and not Path(teacher, "config.json").exists():
+            raise DwindleError(f"{teacher} is missing: the static model teaches the others; run 'static' first.")
+        settings = {"method": entry.method, "method_options": {**entry.options, **options}, "seed": seed}
+        return dataclasses.replace(base, **{**settings, "teacher": teacher, **entry.changes})
+
+    def _each(self, entry: Entry, cost: float, seed: int) -> None:
+        options = entry.by_cost.get(cost, {"budget": cost})
+        run, seconds = self._trained(self._recipe(entry, seed, options), self.out / f"{entry.name}-{cost:.2f}-s{seed}")
+        if "budget" not in options and run.model.method.dial is not None and entry.by_cost:
+            calibrate(run.best_model, run.typical(), cost)
+        path = self._path(entry.name, cost, seed)
+        self._write(path, entry.name, entry.group, run, run.best_model, cost, seed, seconds)
+        run.learn.recorded = None  # its memory, before the next run takes its own
+
+    def _turned(self, entry: Entry, costs: list[float], seed: int) -> None:
+        """One model, its dial turned to each cost on augmented training images."""
+        if entry.train == "once":
+            run, seconds = self._trained(self._recipe(entry, seed, {}), self.out / f"{entry.name}-s{seed}")
+            model = run.best_model
+        else:
+            static = self._static_folder(seed)
+            run, seconds = self._opened(self._alone(seed), self.out / f"{entry.name}-s{seed}", {}), 0.0
+            model = adapt(load(static).unwrap(), Method.registry[entry.method](**entry.options)).to(run.device)
+        images = run.typical()
+        for cost in costs:
+            calibrate(model, images, cost)
+            self._write(self._path(entry.name, cost, seed), entry.name, entry.group, run, model, cost, seed, seconds)
+
+    def _opened(self, recipe: Recipe, folder: Path, options: dict[str, Any]) -> Run:
+        run = Run(
+            recipe,
+            self.data,
+            folder,
+            eval_data=self.eval_data,
+            device=self.device,
+            limit=self.limit,
+            resident=self.resident,
+            **options,
+        )
+        self.resident = run.resident
+        return run
+
+    def _trained(self, recipe: Recipe, folder: Path) -> tuple[Run, float]:
+        """A finished run, and the seconds its steps took after the first epoch, in which things are compiled."""
+        run = self._opened(recipe, folder, {"resume": (folder / "state.pt").exists()})
+        for _ in run.epochs(self.tick and (lambda *step: self.tick(folder.name, *step))):
+            pass
+        return run, run.seconds_per_epoch
+
+    def _write(
+        self, path: Path, name: str, group: str, run: Run, model: AdaptiveViT, cost: float, seed: int, seconds: float
+    ) -> None:
+        packed, masked = run.evaluate(model=model), run.evaluate("masked", model=model)
+        speed = run.steps_per_epoch * run.batch / seconds if seconds else None
+        result = {
+            "comparison": self.name,
+            "name": name,
+            "group": group,
+            "method": type(model.method).__name__,
+            "options": model.method.config,
+            "asked": cost,
+            "cost": round(packed["gmacs"] / packed["gmacs_static"], 4),
+            "seed": seed,
+            **packed,
+            "top1_masked": masked["top1"],
+            "images_per_s_masked": masked["images_per_s"],
+            "train_images_per_s": speed and round(speed),
+            "recipe": dataclasses.asdict(run.recipe) | {"weights": Path(run.recipe.weights or "none").name},
+            "taught": self.comparison.taught and name != STATIC,
+            "machine": _machine(run.device),
+        }
+        result["recipe"]["teacher"] = Path(run.recipe.teacher).name if run.recipe.teacher else None
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(result, indent=1) + "\n")
+        os.replace(scratch, path)
+
+
+def _machine(device: torch.device) -> dict[str, str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        sha = commit.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        sha = os.environ.get("DWINDLE_COMMIT", "unknown")
+    return {"device": name, "torch": torch.__version__, "commit": sha}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise DwindleError(f"{path} is no JSON ({error}); delete it, and the comparison makes it again.") from error
+
+
+def read_results(folder: str | os.PathLike) -> list[dict[str, Any]]:
+    """Every result of a comparison's folder."""
+    return [_read(path) for path in sorted(Path(folder).glob("*.json"))]
+
+
+def summarised(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per method and cost: means over seeds, and the distance to static (of the same seeds where they exist)."""
+    static = {r["seed"]: r["top1"] for r in results if r["name"] == STATIC}
+    groups: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
+    for result in results:
+        groups.setdefault((result["group"], result["name"], result["asked"]), []).append(result)
+    rows = []
+    for (group, name, asked), members in groups.items():
+        top1 = [m["top1"] for m in members]
+        gaps = [m["top1"] - static[m["seed"]] for m in members if m["seed"] in static]
+        rows.append(
+            {
+                "group": group,
+                "name": name,
+                "asked": asked,
+                "cost": round(mean(m["cost"] for m in members), 4),
+                "gmacs": round(mean(m["gmacs"] for m in members), 4),
+                "top1": round(mean(top1), 2),
+                "spread": round(stdev(top1), 2) if len(top1) > 1 else None,
+                "seeds": len(members),
+                "gap": round(mean(gaps), 2) if gaps else None,
+                "top1_masked": round(mean(m["top1_masked"] for m in members), 2),
+                "images_per_s": round(mean(m["images_per_s"] for m in members)),
+            }
+        )
+    return sorted(rows, key=lambda r: (r["group"] != "methods", r["group"], r["name"] != STATIC, r["name"], -r["asked"]))
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The table, for a README."""
+    lines = [
+        "| method | asked | cost | GMACs | top-1 | vs static | seeds | packed images/s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        spread = f" ± {row['spread']:.2f}" if row["spread"] is not None else ""
+        gap = "" if row["gap"] is None else f"{row['gap']:+.2f}"
+        lines.append(
+            f"| {row['name']} | {row['asked']:.2f} | {row['cost']:.3f} | {row['gmacs']:.3f} | "
+            f"{row['top1']:.2f}{spread} | {gap} | {row['seeds']} | {row['images_per_s']:,} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def tradeoff(rows: Sequence[dict[str, Any]], title: str) -> Figure:
+    """Accuracy against GMACs, a line per method (AHT-ViT Fig. 3)."""
+    from .view import _figure, _tidy
+
+    figure = _figure(8.5, 5.5, title)
+    axis = figure.add_subplot()
+    rows = [row for row in rows if row["group"] == "methods"]
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    markers = "osD^vP*X<>hd"
+    for i, name in enumerate(names):
+        points = sorted((row for row in rows if row["name"] == name), key=lambda row: row["gmacs"])
+        main = name.upper().startswith("AHT")
+        style: dict[str, Any] = {"color": "black" if name == STATIC else f"C{i % 10}", "marker": markers[i % 12]}
+        axis.errorbar(
+            [p["gmacs"] for p in points],
+            [p["top1"] for p in points],
+            yerr=[p["spread"] or 0.0 for p in points],
+            label=name,
+            linewidth=2.5 if main else 1.2,
+            markersize=8 if main else 5,
+            zorder=3 if main else 2,
+            capsize=3,
+            **style,
+        )
+    for row in rows:
+        if row["name"] == STATIC:
+            axis.axhline(row["top1"], color="0.6", linestyle=":", linewidth=1)
+    axis.set(xlabel="GMACs per image", ylabel="top-1 (%)")
+    axis.grid(axis="x", color="0.9")
+    _tidy(axis, "mean over seeds; bars: standard deviation")
+    axis.legend(fontsize=9, loc="lower right", frameon=False)
+    return figure
