@@ -339,7 +339,7 @@ BAD_SETTINGS = """
 nonsense: key=value | epoch=3: 'epochs' | epochs=abc: int | epochs=True: int | epochs=none: epochs | epochs=0: epochs
 batch=0: batch | lr=-1: lr | seed=-1: seed | workers=-1: workers | smoothing=2: smoothing | min_scale=-1: min_scale
 image_size=33: 33 | augment=nonsense: nonsense | weights=none.pth: none.pth | weights=5: weights | teacher=5: teacher
-teacher=statc: 'static' | model=test_vt: 'test_vit' | model=resnet18: resnet | method=AHTT: 'AHT'
+teacher=statc: teacher = statc | model=test_vt: 'test_vit' | model=resnet18: resnet | method=AHTT: 'AHT'
 method.budgt=1: 'budget' | method.budget=2: budget | method.stages=(0,3): 1..5 | method.stages=(3,6): 1..5
 method.stages=3: stages | method.threshold=0: threshold | method.threshold=abc: threshold | method.neuron=9999: neuron
 """

@@ -140,7 +140,7 @@ def test_summary_names_few_images_and_counts_many():
 def test_any_grid_and_any_number_of_blocks(tmp_path, grid, blocks):
     trace = fake(grid, blocks, images=1)
     assert len(view.draw([photo(8 * grid[0], 8 * grid[1])], trace, tmp_path, ["x"])) == 3
-    view._save(view.average_depth(trace), tmp_path / "average.png")
+    view.save_figure(view.average_depth(trace), tmp_path / "average.png")
 
 
 def test_names_are_safe_and_unique():
@@ -174,7 +174,7 @@ def test_failed_save_leaves_the_old_picture(tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(OSError):
-        view._save(SimpleNamespace(savefig=savefig), path)
+        view.save_figure(SimpleNamespace(savefig=savefig), path)
     assert [file.name for file in tmp_path.iterdir()] == ["a.png"] and path.read_text() == "old"
 
 

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from .errors import DwindleError, unknown
 from .methods import Method
 from .model import AdaptiveViT, adapt
 from .train.evaluate import calibrate
-from .train.loop import Run
+from .train.loop import STATE, Run
 from .train.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Comparison:
     seeds: tuple[int, ...] = (0,)
     static_seeds: tuple[int, ...] = (0,)
     taught: bool = True  # the static model of the same seed teaches all others
+    adapted: bool = False  # and they begin from its weights
+    changes: dict[str, Any] = field(default_factory=dict)  # of the recipe, for all but the static model
     pretrained_static: bool = False  # the static model is the weights as they are: nothing to train
 
 
@@ -106,31 +109,39 @@ class Compare:
     def _static_folder(self, seed: int) -> Path:
         return self.out / f"{STATIC}-1.00-s{seed}"
 
+    def _static_made(self, seed: int) -> Path:
+        folder = self._static_folder(seed)
+        if not (folder / "config.json").exists():
+            raise DwindleError(f"{folder} is missing: the others build on the static model; run '{STATIC}' first.")
+        return folder
+
     def _late(self) -> bool:
         return self.end is not None and time.monotonic() > self.end
 
     # Making results.
     def _static(self, seed: int) -> Iterator[dict[str, Any]]:
         path, folder = self._path(STATIC, 1.0, seed), self._static_folder(seed)
-        if not path.exists() and (folder / "config.json").exists() and not (folder / "state.pt").exists():
-            run = self._opened(self._alone(seed), self.out / f".{STATIC}-s{seed}", {})  # a checkpoint brought from elsewhere
+        if not path.exists() and (folder / "config.json").exists() and not (folder / STATE).exists():
+            # A checkpoint brought from elsewhere: only the data is opened.
+            run = self._opened(self._alone(seed), self.out / f".{STATIC}-s{seed}")
             self._write(path, STATIC, "methods", run, load(folder).to(run.device), 1.0, seed, 0.0)
         if not path.exists() or not (folder / "config.json").exists():
             if self._late():
                 return
             recipe = self._alone(seed)
             if self.comparison.pretrained_static:
-                run, seconds = self._opened(recipe, folder, {}), 0.0
-                save(run.model, folder, extra={"preprocess": run.preprocess.to_dict()})
+                run, seconds = self._opened(recipe, folder), 0.0
+                model = run.model
+                save(model, folder, extra={"preprocess": run.preprocess.to_dict()})
             else:
-                run, seconds = self._trained(recipe, folder)
-            self._write(path, STATIC, "methods", run, run.best_model, 1.0, seed, seconds)
+                run, model, seconds = self._trained(recipe, folder)
+            self._write(path, STATIC, "methods", run, model, 1.0, seed, seconds)
         yield _read(path)
 
     def _alone(self, seed: int) -> Recipe:
         """The static model learns from the labels alone."""
-        settings = {"method": "Static", "method_options": {}, "teacher": None, "label_weight": 1.0, "seed": seed}
-        return dataclasses.replace(self.comparison.base, **settings)
+        settings: dict[str, Any] = {"method": "Static", "method_options": {}, "teacher": None, "label_weight": 1.0}
+        return dataclasses.replace(self.comparison.base, **settings, seed=seed)
 
     def _entry(self, entry: Entry, seed: int) -> Iterator[dict[str, Any]]:
         costs = entry.costs or self.comparison.costs
@@ -146,37 +157,36 @@ class Compare:
                 yield _read(self._path(entry.name, cost, seed))
 
     def _recipe(self, entry: Entry, seed: int, options: dict[str, Any]) -> Recipe:
-        base = self.comparison.base
-        teacher = str(self._static_folder(seed)) if self.comparison.taught else None
-        if teacher is not None and entry.train != "never" and not Path(teacher, "config.json").exists():
-            raise DwindleError(f"{teacher} is missing: the static model teaches the others; run 'static' first.")
-        settings = {"method": entry.method, "method_options": {**entry.options, **options}, "seed": seed}
-        return dataclasses.replace(base, **{**settings, "teacher": teacher, **entry.changes})
+        settings: dict[str, Any] = {"method": entry.method, "method_options": {**entry.options, **options}}
+        settings["teacher"] = str(self._static_made(seed)) if self.comparison.taught else None
+        if self.comparison.adapted:
+            settings["weights"] = str(self._static_made(seed))
+        settings |= {"seed": seed, **self.comparison.changes, **entry.changes}
+        return dataclasses.replace(self.comparison.base, **settings)
 
     def _each(self, entry: Entry, cost: float, seed: int) -> None:
         options = entry.by_cost.get(cost, {"budget": cost})
-        run, seconds = self._trained(self._recipe(entry, seed, options), self.out / f"{entry.name}-{cost:.2f}-s{seed}")
-        if "budget" not in options and run.model.method.dial is not None and entry.by_cost:
-            calibrate(run.best_model, run.typical(), cost)
-        path = self._path(entry.name, cost, seed)
-        self._write(path, entry.name, entry.group, run, run.best_model, cost, seed, seconds)
-        run.learn.recorded = None  # its memory, before the next run takes its own
+        folder = self.out / f"{entry.name}-{cost:.2f}-s{seed}"
+        run, model, seconds = self._trained(self._recipe(entry, seed, options), folder)
+        dial = model.method.dial
+        if dial is not None and not {"budget", dial[0]} & options.keys():  # its cost follows from training alone
+            calibrate(model, run.typical(), cost)
+        self._write(self._path(entry.name, cost, seed), entry.name, entry.group, run, model, cost, seed, seconds)
 
     def _turned(self, entry: Entry, costs: list[float], seed: int) -> None:
         """One model, its dial turned to each cost on augmented training images."""
         if entry.train == "once":
-            run, seconds = self._trained(self._recipe(entry, seed, {}), self.out / f"{entry.name}-s{seed}")
-            model = run.best_model
+            run, model, seconds = self._trained(self._recipe(entry, seed, {}), self.out / f"{entry.name}-s{seed}")
         else:
-            static = self._static_folder(seed)
-            run, seconds = self._opened(self._alone(seed), self.out / f"{entry.name}-s{seed}", {}), 0.0
-            model = adapt(load(static).unwrap(), Method.registry[entry.method](**entry.options)).to(run.device)
+            static = load(self._static_made(seed)).unwrap()
+            run, seconds = self._opened(self._alone(seed), self.out / f"{entry.name}-s{seed}"), 0.0
+            model = adapt(static, Method.registry[entry.method](**entry.options)).to(run.device)
         images = run.typical()
         for cost in costs:
             calibrate(model, images, cost)
             self._write(self._path(entry.name, cost, seed), entry.name, entry.group, run, model, cost, seed, seconds)
 
-    def _opened(self, recipe: Recipe, folder: Path, options: dict[str, Any]) -> Run:
+    def _opened(self, recipe: Recipe, folder: Path, resume: bool = False) -> Run:
         run = Run(
             recipe,
             self.data,
@@ -184,24 +194,27 @@ class Compare:
             eval_data=self.eval_data,
             device=self.device,
             limit=self.limit,
+            resume=resume,
             resident=self.resident,
-            **options,
         )
         self.resident = run.resident
         return run
 
-    def _trained(self, recipe: Recipe, folder: Path) -> tuple[Run, float]:
-        """A finished run, and the seconds its steps took after the first epoch, in which things are compiled."""
-        run = self._opened(recipe, folder, {"resume": (folder / "state.pt").exists()})
-        for _ in run.epochs(self.tick and (lambda *step: self.tick(folder.name, *step))):
+    def _trained(self, recipe: Recipe, folder: Path) -> tuple[Run, AdaptiveViT, float]:
+        """A finished run, its model as saved, and the seconds of its last epoch (in the first, things are compiled)."""
+        run = self._opened(recipe, folder, resume=(folder / STATE).exists())
+        for _ in run.epochs(self.tick and partial(self.tick, folder.name)):
             pass
-        return run, run.seconds_per_epoch
+        run.learn.recorded = None  # its memory, before the next run takes its own
+        return run, load(folder).to(run.device), run.seconds_per_epoch
 
     def _write(
         self, path: Path, name: str, group: str, run: Run, model: AdaptiveViT, cost: float, seed: int, seconds: float
     ) -> None:
         packed, masked = run.evaluate(model=model), run.evaluate("masked", model=model)
         speed = run.steps_per_epoch * run.batch / seconds if seconds else None
+        recipe = dataclasses.asdict(run.recipe) | {"weights": Path(run.recipe.weights or "none").name}
+        recipe["teacher"] = Path(run.recipe.teacher).name if run.recipe.teacher else None
         result = {
             "comparison": self.name,
             "name": name,
@@ -215,11 +228,10 @@ class Compare:
             "top1_masked": masked["top1"],
             "images_per_s_masked": masked["images_per_s"],
             "train_images_per_s": speed and round(speed),
-            "recipe": dataclasses.asdict(run.recipe) | {"weights": Path(run.recipe.weights or "none").name},
+            "recipe": recipe,
             "taught": self.comparison.taught and name != STATIC,
             "machine": _machine(run.device),
         }
-        result["recipe"]["teacher"] = Path(run.recipe.teacher).name if run.recipe.teacher else None
         scratch = path.with_suffix(".tmp")
         scratch.write_text(json.dumps(result, indent=1) + "\n")
         os.replace(scratch, path)
@@ -248,7 +260,7 @@ def read_results(folder: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def summarised(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per method and cost: means over seeds, and the distance to static (of the same seeds where they exist)."""
+    """One row per method and cost: means over seeds, and the distance to static, of the same seeds."""
     static = {r["seed"]: r["top1"] for r in results if r["name"] == STATIC}
     groups: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
     for result in results:
@@ -272,7 +284,9 @@ def summarised(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "images_per_s": round(mean(m["images_per_s"] for m in members)),
             }
         )
-    return sorted(rows, key=lambda r: (r["group"] != "methods", r["group"], r["name"] != STATIC, r["name"], -r["asked"]))
+    return sorted(
+        rows, key=lambda r: (r["group"] != "methods", r["group"], r["name"] != STATIC, r["name"], -r["asked"])
+    )
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:

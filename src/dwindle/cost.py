@@ -6,7 +6,7 @@ products of attention; norms, activations and softmax are left out. The papers' 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -50,14 +50,23 @@ def trace_macs(shape: Shape, trace: Trace, method: Method | None = None) -> Tens
     return total + rows * columns * (shape.token_macs + shape.pool_macs) + shape.image_macs
 
 
-def keep_for(budget: float | str, shape: Shape, stages: Sequence[int]) -> float:
-    """The share of patches to keep after each of these blocks, for an image to cost the budget."""
-    goal, patches = budget_share(budget, shape), shape.tokens() - shape.prefix
+def keep_for(
+    budget: float | str, shape: Shape, stages: Sequence[int], macs: Callable[[Tensor, int], Tensor], extra: int = 0
+) -> float:
+    """The share of patches to keep after each of these blocks, for an image to cost the budget.
+
+    macs: what the method itself adds (`Method.macs`). extra: tokens that go on for those left behind.
+    """
+    goal = budget_share(budget, shape)
 
     def cost(keep: float) -> float:
-        powers = [sum(stage <= depth for stage in stages) for depth in range(shape.blocks)]
-        counts = torch.tensor([shape.prefix + patches * keep**power for power in powers])
-        return (block_macs(shape, counts).sum().item() + fixed_macs(shape)) / static_macs(shape)
+        patches, total = float(shape.tokens() - shape.prefix), fixed_macs(shape)
+        for depth in range(shape.blocks):
+            tokens = torch.tensor(shape.prefix + patches, dtype=torch.float64)
+            total += float(block_macs(shape, tokens) + macs(tokens, depth))
+            if depth + 1 in stages:
+                patches = min(patches, keep * patches + extra)
+        return total / static_macs(shape)
 
     low, high = 0.0, 1.0
     for _ in range(30):

@@ -17,7 +17,6 @@ from .methods import Method
 from .tokens import LAYOUTS, Tokens
 from .trace import Trace
 
-
 DISTILLATIONS = ("soft", "hard", "token")
 
 
@@ -103,6 +102,11 @@ class AdaptiveViT(nn.Module):
             raise unknown("distillation", distill, DISTILLATIONS)
         answers, heads = [out.logits], (out.logits, out.logits)
         weights = self.method.exit_weights(out.trace)
+        if weights is not None and teacher is not None and distill == "token":
+            raise DwindleError(
+                f"{type(self.method).__name__} learns from an answer at every depth, the distillation token answers "
+                "once; distil with distill='soft' or 'hard'."
+            )
         if weights is not None:
             answers = out.trace.exits
         elif teacher is not None and distill == "token":
@@ -140,7 +144,12 @@ class AdaptiveViT(nn.Module):
 
     def _check_labels(self, labels: Tensor, classes: int) -> None:
         # On a GPU this look would cost a synchronisation; there the data was checked when it was opened.
-        if torch.compiler.is_compiling() or labels.is_cuda or labels.is_floating_point() or 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        if (
+            torch.compiler.is_compiling()
+            or labels.is_cuda
+            or labels.is_floating_point()
+            or 0 <= int(labels.min()) <= int(labels.max()) < classes
+        ):
             return
         raise DwindleError(
             f"Labels run from {int(labels.min())} to {int(labels.max())}, but the model has {classes} classes (0 to "

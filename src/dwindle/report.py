@@ -31,7 +31,7 @@ from .train.batches import loader
 from .train.data import Images, check_labels, open_data
 from .train.data import limit as first
 from .train.evaluate import turn
-from .view import _save
+from .view import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -254,7 +254,7 @@ class Page:
 
     def picture(self, figure: Figure, name: str, alt: str, wide: bool = False) -> str:
         self.out.mkdir(parents=True, exist_ok=True)
-        path = _save(figure, self.out / f"{name}.png")
+        path = save_figure(figure, self.out / f"{name}.png")
         self.figures.append(str(path))
         source = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
         mark = ' class="wide"' if wide else ""

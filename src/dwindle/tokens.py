@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +89,7 @@ class Tokens:
         return self.image_sum(rows) / count.clamp_min(1)[:, None]
 
     def rank(self, score: Tensor) -> Tensor:
-        """0, 1, 2... in its image for the live row of the highest score, the next... Of equals the first comes first."""
+        """0, 1, 2... in its image for the live row of the highest score, the next... Of equals the first is first."""
         raise NotImplementedError
 
     def pad(self, rows: Tensor) -> Tensor:
@@ -146,6 +146,10 @@ class Tokens:
     def is_prefix(self) -> Tensor:
         return self.place < self.prefix
 
+    @overload
+    def decide(self, depth: int, keep: Tensor) -> Tensor: ...
+    @overload
+    def decide(self, depth: int, keep: None) -> Tensor | None: ...
     def decide(self, depth: int, keep: Tensor | None) -> Tensor | None:
         """The outcome of a decision: the method's own, or the depth forced on the token (bench, tests)."""
         forced = self.notes.get("forced")

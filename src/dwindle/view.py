@@ -139,9 +139,9 @@ def draw(
 
     paths = []
     for index, (image, stem, title) in enumerate(zip(images, _stems(names), titles)):
-        paths.append(_save(picture(image, trace, index, title), folder / f"{stem}.png"))
-        paths.append(_save(walk(image, trace, index), folder / f"{stem}_layers.png"))
-    return [*paths, _save(summary(trace, names), folder / "summary.png")]
+        paths.append(save_figure(picture(image, trace, index, title), folder / f"{stem}.png"))
+        paths.append(save_figure(walk(image, trace, index), folder / f"{stem}_layers.png"))
+    return [*paths, save_figure(summary(trace, names), folder / "summary.png")]
 
 
 def _array(values: Tensor) -> np.ndarray:
@@ -184,7 +184,7 @@ def _stems(names: Sequence[str]) -> list[str]:
     return stems
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
     draft = path.with_name(f".{uuid4().hex}.tmp")  # whoever watches the folder never meets half a picture
     try:
         figure.savefig(draft, format="png")

@@ -83,7 +83,8 @@ class HuggingFaceViT(Backbone):
             x = self.tower.layernorm(stream_BND)
             return vit.classifier(torch.cat([x[:, 0], x[:, self.shape.prefix :].mean(1)], -1))
         if self.kind == "DeiTForImageClassificationWithTeacher":
-            return sum(self.answers(stream_BND)) / 2
+            by_class, by_teacher = self.answers(stream_BND)
+            return (by_class + by_teacher) / 2
         return vit.classifier(self.tower.layernorm(stream_BND[:, 0]))
 
     def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:

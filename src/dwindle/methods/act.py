@@ -66,7 +66,6 @@ class ACT(Method):
             score = tokens.per_image(halting)
         cumulative = tokens.notes["cumulative"] = before + score
         keep = tokens.decide(depth, cumulative < self.threshold)  # Eq. 4
-        assert keep is not None
         keep = keep & (not last)
         remainder = (1 - before).clamp_min(0)  # Eq. 6
         # Eq. 7. An image kept past a sum of 1 (raised threshold, forced depth) has no probability left to give.

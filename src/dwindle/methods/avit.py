@@ -82,7 +82,6 @@ class AViT(Method):
         if not self.halt_class:
             keep = keep | tokens.is_prefix
         keep = tokens.decide(depth, keep)
-        assert keep is not None
         keep = keep & (not last)
         remainder = (1 - before).clamp_min(0)  # Eq. 6
         # Eq. 7. A token that is kept past a sum of 1 (class token, raised threshold) has no probability left to give.

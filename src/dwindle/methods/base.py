@@ -117,6 +117,14 @@ def normalised_gaussian(centre: Tensor, blocks: int, sigma: float) -> Tensor:
     return torch.softmax(-((layers - centre) ** 2) / (2 * sigma**2), dim=0)
 
 
+def surviving(hazard: Tensor) -> Tensor:
+    """prod_{j <= l} (1 - h_j) over the first axis.
+
+    By logarithms: the backward pass of cumprod asks the GPU whether there are zeros, and waits for the answer.
+    """
+    return (1 - hazard).clamp_min(1e-12).log().cumsum(0).exp()
+
+
 def halting_distribution(scores: Tensor, live: Tensor, kind: str = "act") -> Tensor:
     """(L, B, N) scores h of live tokens -> (L, B, N) probability that a token halts exactly at l; sums to 1 over l.
 
@@ -129,7 +137,7 @@ def halting_distribution(scores: Tensor, live: Tensor, kind: str = "act") -> Ten
         before = scores.cumsum(0) - scores
         left = (1 - before).clamp_min(0)
         return torch.where(last > 0, left, torch.minimum(scores, left) * live_f)
-    stay = torch.cat([torch.ones_like(scores[:1]), (1 - scores * live_f)[:-1].cumprod(0)])
+    stay = torch.cat([torch.ones_like(scores[:1]), surviving(scores * live_f)[:-1]])
     return torch.where(last > 0, stay, scores * stay * live_f)
 
 

@@ -85,7 +85,7 @@ class DynamicViT(Method):
         super().bind(shape)
         check_stages(self.stages, shape)
         if self.budget is not None:
-            self.keep.fill_(keep_for(self.budget, shape, self.stages))
+            self.keep.fill_(keep_for(self.budget, shape, self.stages, self.macs))
         for stage in self.stages:
             self.predictors[str(stage)] = Predictor(shape.width)
 
@@ -98,7 +98,6 @@ class DynamicViT(Method):
         if self.training and self.gumbel:
             soft, keep = self._drawn(tokens, logit)
             keep = tokens.decide(depth, keep | ~patch)
-            assert keep is not None
             gate = torch.where(patch, keep + (soft - soft.detach()), 1.0)
             return Verdict(keep, gate=gate, record=record | {"kept": gate * patch})
         if self.count == "fixed":
@@ -108,7 +107,6 @@ class DynamicViT(Method):
         else:
             keep = torch.sigmoid(logit) >= self.threshold
         keep = tokens.decide(depth, keep | ~patch)
-        assert keep is not None
         return Verdict(keep, record=record | {"kept": (keep & patch).to(logit.dtype)})
 
     def _drawn(self, tokens: Tokens, logit: Tensor) -> tuple[Tensor, Tensor]:

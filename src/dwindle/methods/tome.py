@@ -40,11 +40,10 @@ class ToMe(Method):
         few, many = 0.0, self.shape.tokens() / 2
         for _ in range(30):
             self.r = (few + many) / 2
-            left, counts = float(self.shape.tokens()), []
+            left, macs = torch.tensor(self.shape.tokens(), dtype=torch.float64), fixed_macs(self.shape)
             for depth in range(self.shape.blocks):
-                counts.append(left)
-                left -= min(self._merged_at(depth), (left - self.shape.prefix) // 2)
-            macs = block_macs(self.shape, torch.tensor(counts)).sum().item() + fixed_macs(self.shape)
+                macs += float(block_macs(self.shape, left) + self.macs(left, depth))
+                left = left - ((left - self.shape.prefix) // 2).clamp_max(self._merged_at(depth))
             few, many = (self.r, many) if macs / static_macs(self.shape) > goal else (few, self.r)
         return round(few, 4)
 
@@ -67,9 +66,9 @@ class ToMe(Method):
         likeness, partner = self._match(tokens, F.normalize(wide(keys), dim=-1))
         both = _interleave(likeness, torch.full_like(likeness, -torch.inf))
         alike = tokens.unpad(both[:, : tokens.padding.shape[1]])
-        merged = (tokens.rank(alike) < count) & (alike > -torch.inf)
+        half = tokens.image_sum(wide((~tokens.is_prefix).to(alike.dtype))) // 2  # at most this many, as in the paper
+        merged = tokens.rank(alike) < tokens.per_image(half.clamp_max(count))
         keep = tokens.decide(depth, ~merged)
-        assert keep is not None
         self._merge(tokens, merged & ~keep, partner)
         return Verdict(keep, record={"score": alike.nan_to_num(neginf=-1.0)})
 

@@ -40,7 +40,7 @@ class TopK(Method):
         super().bind(shape)
         check_stages(self.stages, shape)
         if self.budget is not None:
-            self.keep.fill_(keep_for(self.budget, shape, self.stages))
+            self.keep.fill_(keep_for(self.budget, shape, self.stages, self.macs, int(self.fuse)))
 
     def start(self, tokens: Tokens) -> Tokens:
         tokens.watching = 1 in self.stages

@@ -34,7 +34,7 @@ def attend_masked(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Every row (B, H, N, E) attends to the live rows of its image. bias: added to the scores of a key (gate e^bias)."""
+    """Every row (B, H, N, E) attends to the live rows of its image. bias: added to a key's scores (a gate e^bias)."""
     # An image with nobody left would be a softmax over nothing, NaN also in the backward pass. Its rows are thrown
     # away by the caller, so it may as well attend to everything.
     mask = live_BN | ~live_BN.any(-1, keepdim=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .. import ranks
 from ..backbones.base import backbone_of
-from ..checkpoint import load, load_vit_weights, save
+from ..checkpoint import load, load_vit_weights, save, shipped
 from ..cost import budget_share
 from ..errors import DwindleError, unknown
 from ..images import Preprocess
@@ -416,8 +416,12 @@ def build_vit(recipe: Recipe, classes: int) -> Any:
                 f"Weights for {recipe.model} could not be fetched ({type(error).__name__}); "
                 "give a file with --set weights=PATH."
             ) from error
-    vit: Any = timm.create_model(recipe.model, num_classes=1000)
-    load_vit_weights(vit, recipe.weights)
+    vit: Any
+    if Path(recipe.weights).is_dir() or recipe.weights in shipped():
+        vit = load(recipe.weights).unwrap().train()
+    else:
+        vit = timm.create_model(recipe.model, num_classes=1000)
+        load_vit_weights(vit, recipe.weights)
     if classes != vit.num_classes:
         vit.reset_classifier(classes)
     if recipe.image_size:

@@ -23,7 +23,7 @@ class Recipe:
     """Defaults are AHT-ViT section 3.5 and DeiT's fine-tuning."""
 
     model: str = "deit_small_patch16_224"  # timm model name
-    weights: str | None = "pretrained"  # 'pretrained' (timm's Hub weights), a .safetensors/.pth file, or None
+    weights: str | None = "pretrained"  # 'pretrained' (timm's on the Hub), a .safetensors/.pth file, a checkpoint, None
     method: str = "AHT"
     method_options: dict[str, Any] = field(default_factory=dict)
     image_size: int | None = None  # None: the model's own
@@ -129,9 +129,19 @@ def _value(text: str) -> Any:
 
 def find_recipe(name: str) -> Callable[[], Recipe]:
     """A recipe function by name."""
+    return _find(name, "recipe", "Recipe")
+
+
+def find_comparison(name: str) -> Callable[[], Any]:
+    """A comparison's function by name."""
+    return _find(name, "comparison", "Comparison")
+
+
+def _find(name: str, kind: str, returns: str) -> Callable[[], Any]:
     from .. import recipes
 
-    known = {n: f for n, f in vars(recipes).items() if inspect.isfunction(f) and not n.startswith("_")}
+    public = {n: f for n, f in vars(recipes).items() if inspect.isfunction(f) and not n.startswith("_")}
+    known = {n: f for n, f in public.items() if f.__annotations__["return"] is getattr(recipes, returns)}
     if name not in known:
-        raise unknown("recipe", name, known)
+        raise unknown(kind, name, known)
     return known[name]

@@ -134,7 +134,7 @@ class _Recorded:
         model = step.model
         # Trying out moves running moments and random numbers: put back, so that a resumed run is the same run.
         before, drawn = [b.clone() for b in model.buffers()], torch.cuda.get_rng_state(x.device)
-        aside = torch.cuda.Stream()
+        aside = torch.cuda.Stream()  # where gradients are first accumulated they are later: try out and record on one
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(3):
@@ -144,7 +144,7 @@ class _Recorded:
         self.names = [name for name in terms if name not in ("total", "cost")]
         self._clear()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, stream=aside):
             self.terms = step.backward(self.x, self.y, self.weights)
         for buffer, value in zip(model.buffers(), before):
             buffer.copy_(value)
