@@ -142,6 +142,12 @@ def test_commands_and_flags_are_frozen():
     assert found == {
         "demo": ["--out", "--device"],
         "train": ["RECIPE", "--data", "--out", "--eval-data", "--set", "--resume", "--limit", "--device"],
+        "compare": [
+            *("COMPARISON", "--data", "--out", "--results", "--eval-data"),
+            *("--only", "--set", "--until", "--limit", "--device"),
+        ],
+        "report": ["RUN", "--out", "--data", "--against", "--limit", "--batch", "--device"],
+        "search": ["RECIPE", "--data", "--out", "--trials", "--holdout", "--set", "--limit", "--device"],
         "eval": ["CHECKPOINT", "--data", "--layout", "--threshold", "--batch", "--limit", "--workers", "--device"],
         "bench": ["MODEL", "--batch", "--fraction", "--dtype", "--seconds", "--device"],
         "view": ["CHECKPOINT", "IMAGES", "--out", "--threshold", "--device"],
@@ -397,3 +403,40 @@ def test_damaged_state(places, here):
     shutil.copytree(places["run"], "run")
     Path("run/state.pt").write_bytes(Path("run/state.pt").read_bytes()[:1000])
     refused(run("train tiny_test --data {data} --out run {tiny} --resume", **places), "state.pt")
+
+
+def test_compare_report_and_search(places, here):
+    settings = "--set model=test_vit --set epochs=1 --set batch=4 --device cpu"
+    line = f"compare tiny_compare --data {{data}} --out {{root}}/cmp --results {here}/results {settings}"
+    first = run(line, **places).json
+    assert [row["name"] for row in first["results"]] == ["static", "AHT", "ToMe"]
+    assert Path(first["plot"]).stat().st_size > 5000 and "| AHT | 0.70 |" in Path(first["table"]).read_text()
+    files = contents(here / "results" / "tiny_compare")
+    again = run(line, **places).json
+    assert again["results"] == first["results"]
+    made = {path: size for path, size in files.items() if path.endswith(".json")}
+    assert made.items() <= contents(here / "results" / "tiny_compare").items()  # nothing was made twice
+
+    page = run("report {root}/cmp/AHT-0.70-s0 --against {root}/cmp/static-1.00-s0 --out page --device cpu", **places)
+    assert Path(page.json["page"]).read_text().startswith("<!doctype html>") and page.json["images"] == 6
+
+    pytest.importorskip("optuna", reason="extra `search` is not installed")
+    found = run("search tiny_test --data {data} --out study --trials 2 --holdout 0.25 {tiny}", **places).json
+    assert len(found["trials"]) == 2 and found["settings"][0].startswith("method.lambda_p=")
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("compare tiny_compar --data {data} --out x", "did you mean 'tiny_compare'"),
+        ("compare tiny_compare --data {data} --out x --only ATH", "did you mean 'AHT'"),
+        ("compare tiny_compare --data {data} --out x --set epoch=1", "did you mean 'epochs'"),
+        ("train tiny_compare --data {data} --out x", "unknown recipe"),
+        ("report nowhere --out x", "nowhere"),
+        ("report {static} --out x", "--data"),
+        ("search tiny_tst --data {data} --out x", "did you mean 'tiny_test'"),
+        ("search tiny_test --data {data} --out x --holdout 2", "2"),
+    ],
+)
+def test_compare_report_and_search_refuse(line, said, places, here):
+    refused(run(line, **places), said)

@@ -4,6 +4,7 @@ DATA stands for a folder with the data sets and DeiT's weights, as docs/data.md 
 """
 
 import dataclasses
+from typing import Any
 
 from .compare import Comparison, Entry
 from .train.recipe import Recipe
@@ -142,8 +143,23 @@ def cifar100_deit_tiny() -> Comparison:
             Entry("PonderNet", "PonderNet", train="once"),
             Entry("Confidence", "Confidence", train="once"),
             Entry("Similarity", "Similarity", train="once"),
+            # Table 5, and the ablations the paper calls for in its conclusion.
+            _ablation("lambda_t = 0", lambda_t=0.0),
+            _ablation("lambda_t = 0.5", lambda_t=0.5),
+            _ablation("T = 1", threshold=1.0),
+            _ablation("sigma = 0.5", sigma=0.5),
+            _ablation("sigma = 2", sigma=2.0),
+            _ablation("stages 3, 6, 9", stages=(3, 6, 9)),
+            _ablation("stages 1, 4, 7", stages=(1, 4, 7)),
+            _ablation("class token may halt", halt_class=True),
+            _ablation("no importance", lambda_i=0.0),
+            _ablation("no straight-through", straight_through=False),
         ),
     )
+
+
+def _ablation(name: str, **options: Any) -> Entry:
+    return Entry(name, "AHT", {"stages": (2, 5, 8), **options}, costs=(0.67,), group="ablation")
 
 
 def imagenet_deit_tiny() -> Comparison:
@@ -165,4 +181,17 @@ def imagenet_deit_tiny() -> Comparison:
             Entry("TopK, no training", "TopK", train="never"),
             Entry("TopK fused, no training", "TopK", {"fuse": True}, train="never"),
         ),
+    )
+
+
+def tiny_compare() -> Comparison:
+    """A minute on a CPU, on any folder of images: does comparing run here?
+
+    dwindle compare tiny_compare --data FOLDER --out runs/tiny-compare
+    """
+    return Comparison(
+        base=dataclasses.replace(tiny_test(), eval_every=2),
+        costs=(0.7,),
+        adapted=True,
+        entries=(Entry("AHT", "AHT", {"stages": (2, 4)}), Entry("ToMe", "ToMe", train="never")),
     )

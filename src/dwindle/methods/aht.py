@@ -37,6 +37,7 @@ PRESETS: dict[str, dict[str, float]] = {  # Table 2, as printed, and the share o
     "high_efficiency": {"lambda_p": 1e-2, "lambda_t": 0.2, "budget": 0.52},
 }
 PRINTED: dict[str, Any] = {
+    "threshold": 1.0,
     "gamma": 5.0,
     "beta": -10.0,
     "budget": None,
@@ -100,7 +101,7 @@ class AHT(Method):
     def __init__(
         self,
         stages: tuple[int, ...] = (3, 6, 9),
-        threshold: float = 1.0,
+        threshold: float = 0.5,
         budget: float | str | None = 0.67,
         lambda_p: float = 5e-2,
         lambda_t: float = 0.05,
@@ -119,11 +120,13 @@ class AHT(Method):
         ponder: str = "expected",
         halted_plans: str = "skip",
         halt_class: bool = False,
+        rest: bool = False,
         ramp: float = 0.3,
     ) -> None:
         """
         stages: planners sit after these blocks. hidden: width of their hidden layer; None: a quarter of the model's.
-        threshold: T; a token halts when its scores add up to T. Turn it after training to trade cost for accuracy.
+        threshold: T; a token halts when its scores add up to T. Turn it after training to trade cost for accuracy. One
+            score is always below 1: at the paper's T = 1 every token runs a block after the one at which it is done.
         budget: the share of the static cost (0.67), or GMACs ('3.1G'), that training holds. Plans then are relative: a
             token that stands below the bar stops at the stage, one above it goes to the end, and the bar moves.
             None: plans are free depths, as printed, and only lambda_p decides what they cost.
@@ -140,6 +143,7 @@ class AHT(Method):
         ponder: a form of Eq. 1 with a gradient, 'expected' (mean depth under p_actual) or 'remainder' (N + r).
         halted_plans: tokens halted before a stage are left out of its KL ('skip') or planned at 0 ('zero', Listing 1).
         halt_class: the class token and other prefix tokens may halt too.
+        rest: one token of each image goes on for all that halted: their mean, attended to as the many it stands for.
         ramp: share of the training over which budget and loss weights are brought in.
         """
         super().__init__()
@@ -161,6 +165,7 @@ class AHT(Method):
         self.neuron, self.hidden, self.follow, self.softness = neuron, hidden, follow, softness
         self.straight_through, self.detach, self.plan_leads = straight_through, detach, plan_leads
         self.p_actual, self.ponder, self.halted_plans, self.halt_class = p_actual, ponder, halted_plans, halt_class
+        self.rest = rest
         self.ramp = ramp
         self.gamma = nn.Parameter(torch.tensor(float(gamma)))
         self.beta = nn.Parameter(torch.tensor(float(beta)))
@@ -204,6 +209,8 @@ class AHT(Method):
         tokens.notes["plan"] = zero + self.shape.blocks  # until a planner has spoken, everyone goes to the end
         if self.straight_through and self.training:
             tokens.notes["survival"] = zero + 1
+        if self.rest:
+            tokens.notes["standing_for"] = zero  # how many halted tokens a row is the mean of
         return tokens
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
@@ -218,6 +225,8 @@ class AHT(Method):
             keep = keep | tokens.is_prefix
         keep = tokens.decide(depth, keep)
         assert keep is not None
+        if self.rest and "forced" not in tokens.notes and layer < self.shape.blocks:
+            keep = self._take_along(tokens, keep)
         return Verdict(keep, gate=self._gate(tokens, score, keep), record=record)
 
     def _plan(self, layer: int, tokens: Tokens) -> dict[str, Tensor]:
@@ -234,12 +243,30 @@ class AHT(Method):
         tokens.notes["plan"] = plan
         return record
 
+    def _take_along(self, tokens: Tokens, keep: Tensor) -> Tensor:
+        """Those who halt join the image's rest token; the first of the first ones becomes it."""
+        size = tokens.notes["standing_for"]
+        old, leaving = size > 0, tokens.counted & ~keep & ~tokens.is_prefix & (size == 0)
+        none_yet = tokens.per_image(tokens.image_sum(old.to(size.dtype)) == 0)
+        chosen = leaving & none_yet & (tokens.rank(leaving.to(size.dtype)) == 0)
+        weight = torch.where(leaving, 1.0, size)
+        total = tokens.image_sum(weight)
+        mean = tokens.image_sum(weight[..., None] * wide(tokens.x)) / total.clamp_min(1)[:, None]
+        rest = old | chosen
+        tokens.x = torch.where(rest[..., None], tokens.per_image(mean).to(tokens.x.dtype), tokens.x)
+        size = tokens.notes["standing_for"] = torch.where(rest, tokens.per_image(total), 0.0)
+        tokens.notes["key_bias"] = size.clamp_min(1).log()
+        return keep | rest
+
     def _gate(self, tokens: Tokens, score: Tensor, keep: Tensor) -> Tensor | None:
         """Hard in value, with the gradient of the token's chance to come this far, prod (1 - h)."""
         if "survival" not in tokens.notes:
             return None
         survival = tokens.notes["survival"] = tokens.notes["survival"] * (1 - score)
-        return torch.where(tokens.is_prefix & (not self.halt_class), 1.0, keep + (survival - survival.detach()))
+        always = tokens.is_prefix & (not self.halt_class)
+        if self.rest:
+            always = always | (tokens.notes["standing_for"] > 0)
+        return torch.where(always, 1.0, keep + (survival - survival.detach()))
 
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
         trace = out.trace

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .. import ranks
 from ..backbones.base import backbone_of
+from ..card import write_card
 from ..checkpoint import load, load_vit_weights, save, shipped
 from ..cost import budget_share
 from ..errors import DwindleError, unknown
@@ -324,6 +325,7 @@ class Run:
         if ranks.rank():
             return ranks.wait()
         save(self.best_model, self.out, extra=extra, weights=weights if self.sharded else None)
+        write_card(self.out)
         self._write_metrics()
         state = {
             "epoch": self.epoch,

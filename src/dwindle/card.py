@@ -1,0 +1,69 @@
+"""The model card of a checkpoint: what it is, what it learnt from, what it measured. By the Hub's conventions."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import read_config
+
+CARD = "README.md"
+
+
+def model_card(config: dict[str, Any], name: str) -> str:
+    """From a checkpoint's config alone."""
+    extra, method = config.get("extra", {}), config["method"]
+    recipe, results, data = extra.get("recipe", {}), extra.get("results", {}), extra.get("data", {})
+    backbone = config["backbone"]["model"] or "a vision transformer"
+    lines = [
+        "---",
+        "library_name: dwindle",
+        "tags: [dwindle, vision, image-classification, adaptive-computation]",
+        "---",
+        f"# {name}",
+        "",
+        f"{backbone} with {method['name']}: tokens stop being computed when they are done.",
+        "",
+        "```python",
+        "import dwindle",
+        f'model = dwindle.load("{name}")',
+        "out = model(images)  # out.logits, out.trace",
+        "```",
+        "",
+    ]
+    if "top1" in results:
+        share = results["gmacs"] / results["gmacs_static"]
+        lines += [
+            "| top-1 | top-5 | GMACs | of static | images | layout |",
+            "|---|---|---|---|---|---|",
+            f"| {results['top1']:.2f} | {results['top5']:.2f} | {results['gmacs']:.3f} | {share:.1%} | "
+            f"{int(results['images']):,} | packed |",
+            "",
+        ]
+    for title, value in (
+        ("Data", ", ".join(f"{part}: {Path(where).name}" for part, where in data.items())),
+        ("Measured on", extra.get("measured_on", "")),
+        ("Command", extra.get("command", "")),
+        ("Licence", extra.get("licence", "")),
+        ("Note", extra.get("note", "")),
+    ):
+        if value:
+            lines += [f"**{title}**: {value}", ""]
+    for title, settings in (("Method", method["options"]), ("Recipe", recipe)):
+        if settings:
+            listing = ", ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())
+            lines += [f"**{title}**: `{listing}`", ""]
+    return "\n".join(lines)
+
+
+def write_card(folder: str | os.PathLike, name: str | None = None) -> Path:
+    """Write README.md beside a checkpoint's config."""
+    folder = Path(folder)
+    path, scratch = folder / CARD, folder / f".{CARD}"
+    scratch.write_text(model_card(read_config(folder), name or folder.name))
+    os.replace(scratch, path)
+    return path
+
+
