@@ -217,7 +217,7 @@ def compare(
         for row in work.results():
             shown = f"{row['name']} at {row['asked']:.2f}, seed {row['seed']}"
             aside.print(f"{shown}: top-1 {row['top1']:.2f}, cost {row['cost']:.3f}")
-    rows = summarised(read_results(work.folder))
+    rows = summarised(read_results(work.folder), plan.reference)
     columns = ["name", "asked", "cost", "gmacs", "top1", "spread", "gap", "seeds", "images_per_s"]
     _table(f"{comparison} on {data}", columns, [["" if row[c] is None else row[c] for c in columns] for row in rows])
     table, plot = work.folder / "table.md", work.folder / "tradeoff.png"

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -59,6 +60,7 @@ class Comparison:
     taught: bool = True  # the static model of the same seed teaches all others
     adapted: bool = False  # and they begin from its weights
     changes: dict[str, Any] = field(default_factory=dict)  # of the recipe, for all but the static model
+    reference: str = STATIC  # the entry the others are measured against
     pretrained_static: bool = False  # the static model is the weights as they are: nothing to train
 
 
@@ -104,7 +106,7 @@ class Compare:
 
     # Where things are.
     def _path(self, name: str, cost: float, seed: int) -> Path:
-        return self.folder / f"{name}-{cost:.2f}-s{seed}.json"
+        return self.folder / f"{_slug(name)}-{cost:.2f}-s{seed}.json"
 
     def _static_folder(self, seed: int) -> Path:
         return self.out / f"{STATIC}-1.00-s{seed}"
@@ -166,20 +168,21 @@ class Compare:
 
     def _each(self, entry: Entry, cost: float, seed: int) -> None:
         options = entry.by_cost.get(cost, {"budget": cost})
-        folder = self.out / f"{entry.name}-{cost:.2f}-s{seed}"
+        folder = self.out / f"{_slug(entry.name)}-{cost:.2f}-s{seed}"
         run, model, seconds = self._trained(self._recipe(entry, seed, options), folder)
         dial = model.method.dial
         if dial is not None and not {"budget", dial[0]} & options.keys():  # its cost follows from training alone
             calibrate(model, run.typical(), cost)
+            save(model, folder)
         self._write(self._path(entry.name, cost, seed), entry.name, entry.group, run, model, cost, seed, seconds)
 
     def _turned(self, entry: Entry, costs: list[float], seed: int) -> None:
         """One model, its dial turned to each cost on augmented training images."""
         if entry.train == "once":
-            run, model, seconds = self._trained(self._recipe(entry, seed, {}), self.out / f"{entry.name}-s{seed}")
+            run, model, seconds = self._trained(self._recipe(entry, seed, {}), self.out / f"{_slug(entry.name)}-s{seed}")
         else:
             static = load(self._static_made(seed)).unwrap()
-            run, seconds = self._opened(self._alone(seed), self.out / f"{entry.name}-s{seed}"), 0.0
+            run, seconds = self._opened(self._alone(seed), self.out / f"{_slug(entry.name)}-s{seed}"), 0.0
             model = adapt(static, Method.registry[entry.method](**entry.options)).to(run.device)
         images = run.typical()
         for cost in costs:
@@ -237,14 +240,21 @@ class Compare:
         os.replace(scratch, path)
 
 
+def _slug(name: str) -> str:
+    """A name as part of a file's."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", name)
+
+
 def _machine(device: torch.device) -> dict[str, str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    try:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        sha = commit.stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        sha = os.environ.get("DWINDLE_COMMIT", "unknown")
-    return {"device": name, "torch": torch.__version__, "commit": sha}
+    commit = os.environ.get("DWINDLE_COMMIT")  # for a machine that has a copy without its history
+    if commit is None:
+        try:
+            asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+            commit = asked.stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            commit = "unknown"
+    return {"device": name, "torch": torch.__version__, "commit": commit}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -259,9 +269,9 @@ def read_results(folder: str | os.PathLike) -> list[dict[str, Any]]:
     return [_read(path) for path in sorted(Path(folder).glob("*.json"))]
 
 
-def summarised(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarised(results: Sequence[dict[str, Any]], reference: str = STATIC) -> list[dict[str, Any]]:
     """One row per method and cost: means over seeds, and the distance to static, of the same seeds."""
-    static = {r["seed"]: r["top1"] for r in results if r["name"] == STATIC}
+    static = {r["seed"]: r["top1"] for r in results if r["name"] == reference}
     groups: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
     for result in results:
         groups.setdefault((result["group"], result["name"], result["asked"]), []).append(result)
