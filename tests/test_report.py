@@ -14,9 +14,9 @@ import dwindle
 from conftest import METHODS, build
 from dwindle import charts, report, view
 from dwindle.charts import read_metrics, spread_settings
+from dwindle.gauge import Stream, measure, measure_static, turn_dial
 from dwindle.images import preprocess_of
 from dwindle.methods.dynamicvit import DynamicViT
-from dwindle.report import Stream, measure, measure_static, turn_dial
 from dwindle.train.data import open_data
 from dwindle.train.evaluate import evaluate
 

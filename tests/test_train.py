@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 import dwindle
 from dwindle.recipes import tiny_test
-from dwindle.train.loop import Run, build_vit, parameter_groups
+from dwindle.train.build import build_vit, parameter_groups
+from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe, changed, find_recipe
 
 

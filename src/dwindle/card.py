@@ -65,5 +65,3 @@ def write_card(folder: str | os.PathLike, name: str | None = None) -> Path:
     scratch.write_text(model_card(read_config(folder), name or folder.name))
     os.replace(scratch, path)
     return path
-
-

@@ -251,8 +251,16 @@ def report(
                 tasks[what] = bar.add_task(what, total=total)
             bar.update(tasks[what], completed=done, total=total)
 
-        where = {"limit": limit, "device": _device(device), "batch": batch}
-        result = write(run, out, data=data, compare_with=against, progress=progress, **where)
+        result = write(
+            run,
+            out,
+            data=data,
+            compare_with=against,
+            limit=limit,
+            device=_device(device),
+            batch=batch,
+            progress=progress,
+        )
     numbers = f"top-1 {result['top1']}, {result['gmacs']} of {result['gmacs_static']} GMACs"
     console.print(f"{_plain(result['page'])}: {numbers}")
     _finish(result)

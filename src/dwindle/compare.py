@@ -179,7 +179,9 @@ class Compare:
     def _turned(self, entry: Entry, costs: list[float], seed: int) -> None:
         """One model, its dial turned to each cost on augmented training images."""
         if entry.train == "once":
-            run, model, seconds = self._trained(self._recipe(entry, seed, {}), self.out / f"{_slug(entry.name)}-s{seed}")
+            run, model, seconds = self._trained(
+                self._recipe(entry, seed, {}), self.out / f"{_slug(entry.name)}-s{seed}"
+            )
         else:
             static = load(self._static_made(seed)).unwrap()
             run, seconds = self._opened(self._alone(seed), self.out / f"{_slug(entry.name)}-s{seed}"), 0.0

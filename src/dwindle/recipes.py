@@ -73,7 +73,7 @@ def aht_deit_tiny_cifar100() -> Recipe:
     dwindle train aht_deit_tiny_cifar100 --data DATA/cifar100 --out runs/aht_deit_tiny_cifar100 \\
         --set weights=STATIC --set teacher=STATIC
     """
-    return dataclasses.replace(_cifar100(), method_options={"budget": 0.67, "stages": (2, 5, 8)}, lr=1e-4)
+    return dataclasses.replace(_cifar100(), method_options={"budget": 0.67, **_AHT}, lr=1e-4)
 
 
 def tiny_test() -> Recipe:
@@ -91,6 +91,9 @@ def tiny_test() -> Recipe:
         method_options={"budget": 0.7},
         warmup_epochs=0.0,
     )
+
+
+_AHT: dict[str, Any] = {"stages": (2, 5, 8), "heirs": "nearest"}
 
 
 def _cifar100() -> Recipe:
@@ -133,7 +136,7 @@ def cifar100_deit_tiny() -> Comparison:
         static_seeds=seeds,
         entries=(
             Entry("static again", "Static", by_cost={1.0: {}}, costs=(1.0,), seeds=seeds),
-            Entry("AHT", "AHT", {"stages": (2, 5, 8)}, seeds=seeds),
+            Entry("AHT", "AHT", _AHT, seeds=seeds),
             Entry("TopK", "TopK"),
             Entry("TopK fused", "TopK", {"fuse": True}),
             Entry("DynamicViT", "DynamicViT"),
@@ -153,6 +156,8 @@ def cifar100_deit_tiny() -> Comparison:
             _ablation("stages 3-6-9", stages=(3, 6, 9)),
             _ablation("stages 1-4-7", stages=(1, 4, 7)),
             _ablation("class token may halt", halt_class=True),
+            _ablation("no heirs", heirs="none"),
+            _ablation("one rest token", heirs="rest"),
             _ablation("no importance", lambda_i=0.0),
             _ablation("no straight-through", straight_through=False),
         ),
@@ -160,7 +165,7 @@ def cifar100_deit_tiny() -> Comparison:
 
 
 def _ablation(name: str, **options: Any) -> Entry:
-    return Entry(name, "AHT", {"stages": (2, 5, 8), **options}, costs=(0.67,), group="ablation")
+    return Entry(name, "AHT", {**_AHT, **options}, costs=(0.67,), group="ablation")
 
 
 def imagenet_deit_tiny() -> Comparison:
@@ -174,7 +179,7 @@ def imagenet_deit_tiny() -> Comparison:
         base=dataclasses.replace(aht_deit_tiny_imagenet(), resident=True, eval_every=120, save_every=30),
         pretrained_static=True,
         entries=(
-            Entry("AHT", "AHT"),
+            Entry("AHT", "AHT", {"heirs": "nearest"}),
             Entry("TopK", "TopK"),
             Entry("DynamicViT", "DynamicViT"),
             Entry("A-ViT", "AViT", by_cost={cost: {"target_depth": 12 * cost} for cost in (0.83, 0.67, 0.52)}),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -17,31 +17,25 @@ from uuid import uuid4
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from . import charts
 from .checkpoint import find, load, read_config
 from .demo import class_names
 from .errors import DwindleError
+from .gauge import TURNED_IMAGES, Baseline, Measured, Progress, Stream, measure, measure_static, turn_dial
 from .images import preprocess_of
 from .methods.base import require
 from .methods.static import Static
 from .model import AdaptiveViT
-from .train.batches import loader
 from .train.data import Images, check_labels, open_data
 from .train.data import limit as first
-from .train.evaluate import turn
 from .view import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Progress = Callable[[str, int, int], None]  # what is being done, images done, images in all
-
 EXAMPLES = 6  # easy images, and as many hard ones
 RANKED = 10  # classes in each of the two tables
-TURNED, TURNED_IMAGES = 7, 1000  # settings of the dial, and the images they are measured on
-PROBED, PROBED_IMAGES = 16, 32  # settings tried to find those, and on how many images
 
 
 def report(
@@ -107,129 +101,6 @@ def _run_names(folders: Sequence[Path]) -> list[str]:
 
 
 # ---- numbers over a data set ----
-
-
-@dataclass
-class Stream:
-    """A data set as a model wants it, batch by batch."""
-
-    images: Images
-    batch: int
-    device: str
-    progress: Progress | None = None
-
-    def batches(self, model: AdaptiveViT, what: str, rows: np.ndarray | None = None) -> Iterator[Tensor]:
-        model.eval().to(self.device)
-        part = self.images.select(np.arange(len(self.images)) if rows is None else rows)
-        part.transform = preprocess_of(model).eval_transform()
-        done = 0
-        for x, _ in loader(part, self.batch):
-            yield x.to(self.device)
-            done += len(x)
-            if self.progress:
-                self.progress(what, done, len(part))
-
-
-@dataclass
-class Measured:
-    """What the traces of a data set add up to; the traces themselves are not kept."""
-
-    labels: np.ndarray  # (n,)
-    top1: np.ndarray  # (n,) bool
-    top5: np.ndarray  # (n,) bool
-    depth: np.ndarray  # (n,) mean over the image's tokens
-    gmacs: np.ndarray  # (n,)
-    stops: np.ndarray  # (L,) tokens that stopped after each block
-    patches: np.ndarray  # (rows, columns) mean depth of each position
-    scores: np.ndarray | None  # (L, n) mean over live tokens, NaN where there is none; None: the method has no scores
-    gmacs_static: float
-
-
-@dataclass
-class Baseline:
-    """A model in which nothing halts, on the same images."""
-
-    name: str
-    top1: np.ndarray  # (n,) bool
-    gmacs: float
-
-
-@torch.inference_mode()
-def measure(model: AdaptiveViT, stream: Stream) -> Measured:
-    """One pass of the adaptive model."""
-    columns: dict[str, list[np.ndarray]] = {"best": [], "depth": [], "gmacs": [], "scores": []}
-    stops, patches = np.zeros(model.backbone.shape.blocks, dtype=np.int64), np.zeros(())
-    for x in stream.batches(model, "measuring"):
-        result = model(x)
-        trace = result.trace
-        columns["best"].append(_numpy(result.logits.topk(min(5, result.logits.shape[-1])).indices))
-        columns["depth"].append(_numpy(trace.mean_depth))
-        columns["gmacs"].append(_numpy(model.macs(trace) / 1e9))
-        stops += _numpy(torch.bincount(trace.depth.flatten(), minlength=trace.blocks + 1)[1:])
-        patches = patches + _numpy(trace.patches.double().sum(0))
-        if scored := [block for block, values in enumerate(trace.values) if "score" in values]:
-            scores = torch.full_like(trace.counts, torch.nan, dtype=torch.float64)
-            scores[scored] = trace.scores[scored].double().sum(-1) / trace.counts[scored]  # 0 / 0 is the NaN we want
-            columns["scores"].append(_numpy(scores))
-    labels, best = stream.images.labels, np.concatenate(columns["best"])
-    hits = best == labels[:, None]
-    return Measured(
-        labels,
-        hits[:, 0],
-        hits.any(1),
-        np.concatenate(columns["depth"]),
-        np.concatenate(columns["gmacs"]),
-        stops,
-        patches / len(labels),
-        np.concatenate(columns["scores"], 1) if columns["scores"] else None,
-        model.static_macs(trace) / 1e9,
-    )
-
-
-@torch.inference_mode()
-def measure_static(model: AdaptiveViT, name: str, stream: Stream) -> Baseline:
-    """One pass with every token forced to the end."""
-    shape, right = model.backbone.shape, []
-    for x in stream.batches(model, "comparing with static"):
-        full = torch.full((len(x), shape.tokens((x.shape[-2], x.shape[-1]))), shape.blocks)
-        result = model(x, depths=full)
-        right.append(_numpy(result.logits.argmax(-1)))
-    return Baseline(name, np.concatenate(right) == stream.images.labels, model.static_macs(result.trace) / 1e9)
-
-
-def _numpy(values: Tensor) -> np.ndarray:
-    return values.cpu().numpy()
-
-
-@torch.inference_mode()
-def turn_dial(model: AdaptiveViT, stream: Stream, rows: np.ndarray) -> list[dict[str, float]]:
-    """Accuracy and cost at settings of the dial, the one as trained first. The model is left as it was."""
-    assert model.method.dial is not None
-    name, cheap, dear = model.method.dial
-    trained = getattr(model.method, name)
-    few = torch.cat(list(stream.batches(model, "probing the dial", rows[:PROBED_IMAGES])))
-
-    def cost(value: float) -> float:
-        turn(model, value)
-        return model.macs(model(few).trace).mean().item()
-
-    try:
-        settings = [float(trained), *charts.spread_settings(cost, cheap, dear, TURNED, PROBED)]
-        points = [{"setting": setting, "gmacs": 0.0, "top1": 0.0} for setting in settings]
-        labels, at = stream.images.labels[rows], 0
-        for x in stream.batches(model, "turning the dial", rows):
-            wanted, at = labels[at : at + len(x)], at + len(x)
-            for point in points:
-                turn(model, point["setting"])
-                result = model(x)
-                point["gmacs"] += model.macs(result.trace).sum().item() / 1e9 / len(rows)
-                point["top1"] += 100 * int((_numpy(result.logits.argmax(-1)) == wanted).sum()) / len(rows)
-    finally:
-        setattr(model.method, name, trained)
-    return points
-
-
-# ---- the page ----
 
 
 @dataclass
@@ -310,7 +181,7 @@ class Page:
         photos = [pre.seen(images.image(int(row))) for row in rows]
         transform = pre.eval_transform()
         batch = torch.stack([transform(images.image(int(row))) for row in rows]).to(device)
-        patches = _numpy(self.model(batch).trace.patches)
+        patches = self.model(batch).trace.patches.cpu().numpy()
         labels = [_name(names, int(self.seen.labels[row])) for row in rows]
         shown = [charts.Example(*example) for example in zip(photos, patches, labels, self.seen.depth[rows])]
         text = (

@@ -48,6 +48,7 @@ PRINTED: dict[str, Any] = {
     "p_actual": "act",
     "lambda_i": 0.0,
     "ramp": 0.0,
+    "heirs": "none",
 }
 
 
@@ -120,7 +121,7 @@ class AHT(Method):
         ponder: str = "expected",
         halted_plans: str = "skip",
         halt_class: bool = False,
-        rest: bool = False,
+        heirs: str = "none",
         ramp: float = 0.3,
     ) -> None:
         """
@@ -143,7 +144,9 @@ class AHT(Method):
         ponder: a form of Eq. 1 with a gradient, 'expected' (mean depth under p_actual) or 'remainder' (N + r).
         halted_plans: tokens halted before a stage are left out of its KL ('skip') or planned at 0 ('zero', Listing 1).
         halt_class: the class token and other prefix tokens may halt too.
-        rest: one token of each image goes on for all that halted: their mean, attended to as the many it stands for.
+        heirs: what becomes of a halted token for those who go on. 'none': it is gone, as in the paper; 'nearest': at a
+            stage it joins the most alike token that goes on, which becomes their mean and is attended to as the many it
+            stands for (as in ToMe); 'rest': all join one token of the image.
         ramp: share of the training over which budget and loss weights are brought in.
         """
         super().__init__()
@@ -155,6 +158,7 @@ class AHT(Method):
             ("p_actual", p_actual, ("act", "hazard")),
             ("ponder", ponder, ("expected", "remainder")),
             ("halted_plans", halted_plans, ("skip", "zero")),
+            ("heirs", heirs, ("none", "nearest", "rest")),
         ):
             if given not in known:
                 raise unknown(f"reading of {name}", given, known)
@@ -165,7 +169,7 @@ class AHT(Method):
         self.neuron, self.hidden, self.follow, self.softness = neuron, hidden, follow, softness
         self.straight_through, self.detach, self.plan_leads = straight_through, detach, plan_leads
         self.p_actual, self.ponder, self.halted_plans, self.halt_class = p_actual, ponder, halted_plans, halt_class
-        self.rest = rest
+        self.heirs = heirs
         self.ramp = ramp
         self.gamma = nn.Parameter(torch.tensor(float(gamma)))
         self.beta = nn.Parameter(torch.tensor(float(beta)))
@@ -209,8 +213,10 @@ class AHT(Method):
         tokens.notes["plan"] = zero + self.shape.blocks  # until a planner has spoken, everyone goes to the end
         if self.straight_through and self.training:
             tokens.notes["survival"] = zero + 1
-        if self.rest:
-            tokens.notes["standing_for"] = zero  # how many halted tokens a row is the mean of
+        if self.heirs != "none":
+            tokens.notes["standing_for"] = zero + 1  # how many tokens a row is the mean of
+            tokens.notes["rest"] = zero.bool()  # it is the image's rest token
+        tokens.keeping_keys = self.heirs == "nearest" and 1 in self.stages
         return tokens
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
@@ -225,8 +231,12 @@ class AHT(Method):
             keep = keep | tokens.is_prefix
         keep = tokens.decide(depth, keep)
         assert keep is not None
-        if self.rest and "forced" not in tokens.notes and layer < self.shape.blocks:
+        if self.heirs == "rest" and "forced" not in tokens.notes and layer < self.shape.blocks:
             keep = self._take_along(tokens, keep)
+        if self.heirs == "nearest":
+            if layer in self.stages:
+                self._bequeath(tokens, keep)
+            tokens.keeping_keys = layer + 1 in self.stages
         return Verdict(keep, gate=self._gate(tokens, score, keep), record=record)
 
     def _plan(self, layer: int, tokens: Tokens) -> dict[str, Tensor]:
@@ -245,18 +255,37 @@ class AHT(Method):
 
     def _take_along(self, tokens: Tokens, keep: Tensor) -> Tensor:
         """Those who halt join the image's rest token; the first of the first ones becomes it."""
-        size = tokens.notes["standing_for"]
-        old, leaving = size > 0, tokens.counted & ~keep & ~tokens.is_prefix & (size == 0)
+        size, old = tokens.notes["standing_for"], tokens.notes["rest"]
+        leaving = tokens.counted & ~keep & ~tokens.is_prefix & ~old
         none_yet = tokens.per_image(tokens.image_sum(old.to(size.dtype)) == 0)
         chosen = leaving & none_yet & (tokens.rank(leaving.to(size.dtype)) == 0)
-        weight = torch.where(leaving, 1.0, size)
+        weight = size * (leaving | old)
         total = tokens.image_sum(weight)
         mean = tokens.image_sum(weight[..., None] * wide(tokens.x)) / total.clamp_min(1)[:, None]
-        rest = old | chosen
-        tokens.x = torch.where(rest[..., None], tokens.per_image(mean).to(tokens.x.dtype), tokens.x)
-        size = tokens.notes["standing_for"] = torch.where(rest, tokens.per_image(total), 0.0)
-        tokens.notes["key_bias"] = size.clamp_min(1).log()
+        rest = tokens.notes["rest"] = old | chosen
+        self._replace(tokens, rest, tokens.per_image(mean), tokens.per_image(total))
         return keep | rest
+
+    def _bequeath(self, tokens: Tokens, keep: Tensor) -> None:
+        """Those who halt join the most alike patch that goes on; where none does they are gone."""
+        assert tokens.keys is not None
+        size, patch = tokens.notes["standing_for"], tokens.counted & ~tokens.is_prefix
+        keys = tokens.pad(nn.functional.normalize(wide(tokens.keys.detach()), dim=-1))
+        staying = tokens.pad(patch & keep)
+        alike = (keys @ keys.transpose(1, 2)).masked_fill(~staying[:, None, :], -torch.inf)
+        heir = alike.argmax(-1)  # (B, n)
+        weight = tokens.pad(size * (patch & ~keep)) * staying.any(-1, keepdim=True)
+        x = tokens.pad(wide(tokens.x))
+        whole = tokens.pad(size)
+        total = whole.scatter_add(1, heir, weight)
+        sums = (x * whole[..., None]).scatter_add(1, heir[..., None].expand_as(x), x * weight[..., None])
+        mean = sums / total.clamp_min(1)[..., None]
+        self._replace(tokens, patch & keep, tokens.unpad(mean), tokens.unpad(total))
+
+    def _replace(self, tokens: Tokens, who: Tensor, mean: Tensor, size: Tensor) -> None:
+        tokens.x = torch.where(who[..., None], mean.to(tokens.x.dtype), tokens.x)
+        size = tokens.notes["standing_for"] = torch.where(who, size, tokens.notes["standing_for"])
+        tokens.notes["key_bias"] = size.clamp_min(1).log()
 
     def _gate(self, tokens: Tokens, score: Tensor, keep: Tensor) -> Tensor | None:
         """Hard in value, with the gradient of the token's chance to come this far, prod (1 - h)."""
@@ -264,8 +293,8 @@ class AHT(Method):
             return None
         survival = tokens.notes["survival"] = tokens.notes["survival"] * (1 - score)
         always = tokens.is_prefix & (not self.halt_class)
-        if self.rest:
-            always = always | (tokens.notes["standing_for"] > 0)
+        if self.heirs == "rest":
+            always = always | tokens.notes["rest"]
         return torch.where(always, 1.0, keep + (survival - survival.detach()))
 
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
@@ -296,13 +325,13 @@ class AHT(Method):
         return terms
 
     def _importance(self, trace: Trace, teacher: Trace) -> Tensor:
-        """Squared distance of the standings to the teacher's class-token attention in the last third of its blocks.
+        """Squared distance of the standings to the attention the teacher's class token pays a token over all blocks.
 
-        The attention a token will get late says more of what the task needs than what it gets at the stage itself.
+        What a token will get later says more of what the task needs than what it gets at the stage itself.
         """
-        late = teacher.stack("attention")[-max(1, trace.blocks // 3) :].mean(0)[:, trace.prefix :].clamp_min(1e-6).log()
-        mean, deviation = _moments(late, torch.ones_like(late, dtype=torch.bool))
-        wanted = (late - mean) / deviation
+        paid = teacher.stack("attention").mean(0)[:, trace.prefix :].clamp_min(1e-6).log()
+        mean, deviation = _moments(paid, torch.ones_like(paid, dtype=torch.bool))
+        wanted = (paid - mean) / deviation
         distances = []
         for where, values in zip(trace.lives, trace.values):
             if "standing" in values:
@@ -339,4 +368,5 @@ class AHT(Method):
             return tokens  # gamma * f
         assert self.hidden is not None
         width, hidden = self.shape.width, self.hidden
-        return tokens * (width * hidden + hidden + 1) + (tokens > 0) * width * hidden
+        alike = tokens**2 * self.shape.head_size if self.heirs == "nearest" else 0
+        return tokens * (width * hidden + hidden + 1) + (tokens > 0) * width * hidden + alike

@@ -1,0 +1,59 @@
+"""What a recipe trains: its backbone with its weights, and which parameters learn how fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoint import load, load_vit_weights, shipped
+from ..errors import DwindleError, unknown
+from ..model import AdaptiveViT
+from .recipe import Recipe
+
+
+def build_vit(recipe: Recipe, classes: int) -> Any:
+    """The backbone a recipe names, with its weights. A head of another size than the weights' starts anew."""
+    import timm
+
+    if not timm.is_model(recipe.model):
+        raise unknown("model", recipe.model, timm.list_models())
+    options: dict[str, Any] = {"img_size": recipe.image_size} if recipe.image_size else {}
+    if recipe.weights in (None, "pretrained"):
+        try:
+            return timm.create_model(
+                recipe.model, pretrained=recipe.weights is not None, num_classes=classes, **options
+            )
+        except TypeError as error:
+            raise DwindleError(f"{recipe.model} is no plain ViT that can be built with {options} ({error}).") from error
+        except (OSError, RuntimeError) as error:
+            raise DwindleError(
+                f"Weights for {recipe.model} could not be fetched ({type(error).__name__}); "
+                "give a file with --set weights=PATH."
+            ) from error
+    vit: Any
+    if Path(recipe.weights).is_dir() or recipe.weights in shipped():
+        vit = load(recipe.weights).unwrap().train()
+    else:
+        vit = timm.create_model(recipe.model, num_classes=1000)
+        load_vit_weights(vit, recipe.weights)
+    if classes != vit.num_classes:
+        vit.reset_classifier(classes)
+    if recipe.image_size:
+        vit.set_input_size(img_size=(recipe.image_size, recipe.image_size))
+    return vit
+
+
+def parameter_groups(model: AdaptiveViT, recipe: Recipe) -> list[dict[str, Any]]:
+    """Backbone and method each at its learning rate; no decay for vectors, scalars and embeddings."""
+    undecayed = set(getattr(model.vit, "no_weight_decay", set)())
+    groups: dict[tuple[float, float, bool], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        lr = recipe.method_lr if name.startswith("method.") else recipe.lr
+        plain = parameter.dim() <= 1 or name.removeprefix("vit.") in undecayed
+        scalar = not parameter.dim()  # apart from the rest, which may be sharded: torch updates one kind at a time
+        groups.setdefault((lr, 0.0 if plain else recipe.weight_decay, scalar), []).append(parameter)
+    return [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay, _), params in groups.items()]
