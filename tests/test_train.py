@@ -176,3 +176,20 @@ def test_bad_runs(data, tmp_path):
         Run(small(epochs=1), data, tmp_path / "c", resume=True)
     with pytest.raises(dwindle.DwindleError, match="loss became"):
         train(small(epochs=1, lr=1e30, method_lr=1e30, clip=0.0), data, tmp_path / "e")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("method", ["AHT", "AViT", "Static", "DynamicViT", "TopK"])
+def test_a_recorded_step_is_the_eager_one(method, data, tmp_path):
+    """Compiled and as a CUDA graph, the same losses step by step; noise aside, which a graph draws anew."""
+    options = {"AHT": {"stages": (2, 3), "budget": 0.8}, "AViT": {"target_depth": 4}, "Static": {}}
+    options |= {"DynamicViT": {"stages": (2, 3), "gumbel": False}, "TopK": {"stages": (2, 3)}}
+    losses = []
+    for compiled in (False, True):
+        recipe = small(
+            method=method, method_options=options[method], epochs=3, resident=True, teacher="static", amp=False
+        )
+        run = Run(dataclasses.replace(recipe, compile=compiled), data, tmp_path / str(compiled), device="cuda")
+        losses.append([numbers["total"] for numbers in run.epochs()])
+        assert (run.learn.recorded is not None) == compiled
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)

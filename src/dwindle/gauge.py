@@ -115,15 +115,24 @@ def _numpy(values: Tensor) -> np.ndarray:
 
 
 @torch.inference_mode()
-def turn_dial(model: AdaptiveViT, stream: Stream, rows: np.ndarray) -> list[dict[str, float]]:
+def dials(model: AdaptiveViT) -> list[tuple[str, float, float]]:
+    """What can be turned after training: name, cheapest, dearest. AHT has its bar and its threshold."""
+    own = [] if model.method.dial is None else [model.method.dial]
+    if own and own[0][0] == "bar":
+        own.append(("threshold", 1e-3, float(model.backbone.shape.blocks)))
+    return own
+
+
+def turn_dial(
+    model: AdaptiveViT, stream: Stream, rows: np.ndarray, dial: tuple[str, float, float]
+) -> list[dict[str, float]]:
     """Accuracy and cost at settings of the dial, the one as trained first. The model is left as it was."""
-    assert model.method.dial is not None
-    name, cheap, dear = model.method.dial
+    name, cheap, dear = dial
     trained = getattr(model.method, name)
     few = torch.cat(list(stream.batches(model, "probing the dial", rows[:PROBED_IMAGES])))
 
     def cost(value: float) -> float:
-        turn(model, value)
+        turn(model, value, name)
         return model.macs(model(few).trace).mean().item()
 
     try:
@@ -133,13 +142,10 @@ def turn_dial(model: AdaptiveViT, stream: Stream, rows: np.ndarray) -> list[dict
         for x in stream.batches(model, "turning the dial", rows):
             wanted, at = labels[at : at + len(x)], at + len(x)
             for point in points:
-                turn(model, point["setting"])
+                turn(model, point["setting"], name)
                 result = model(x)
                 point["gmacs"] += model.macs(result.trace).sum().item() / 1e9 / len(rows)
                 point["top1"] += 100 * int((_numpy(result.logits.argmax(-1)) == wanted).sum()) / len(rows)
     finally:
         setattr(model.method, name, trained)
     return points
-
-
-# ---- the page ----

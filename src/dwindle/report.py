@@ -22,7 +22,17 @@ from . import charts
 from .checkpoint import find, load, read_config
 from .demo import class_names
 from .errors import DwindleError
-from .gauge import TURNED_IMAGES, Baseline, Measured, Progress, Stream, measure, measure_static, turn_dial
+from .gauge import (
+    TURNED_IMAGES,
+    Baseline,
+    Measured,
+    Progress,
+    Stream,
+    dials,
+    measure,
+    measure_static,
+    turn_dial,
+)
 from .images import preprocess_of
 from .methods.base import require
 from .methods.static import Static
@@ -251,26 +261,31 @@ class Page:
         return self.add(title, text, self.picture(charts.training_curves(known), "training", alt, wide=True))
 
     def dial(self, stream: Stream) -> None:
+        """One curve for each thing that can be turned."""
         title, method = "Turning the dial after training", type(self.model.method).__name__
-        if self.model.method.dial is None:
+        rows = np.random.default_rng(0).permutation(len(stream.images))[:TURNED_IMAGES]  # data may lie class by class
+        turned = dials(self.model)
+        if not turned:
             return self.skip(title, f"{method} has nothing to turn after training, so it has one cost only.")
-        rows = np.random.default_rng(0).permutation(len(stream.images))[
-            :TURNED_IMAGES
-        ]  # data often lies class by class
-        trained, *points = turn_dial(self.model, stream, rows)
-        if len(points) < 2:
-            return self.skip(title, f"Turning {method}'s {self.model.method.dial[0]} does not change what images cost.")
-        gmacs, top1 = ([point[name] for point in points] for name in ("gmacs", "top1"))
-        text = (
-            f"The same weights at {len(points)} settings of {method}'s {self.model.method.dial[0]}, on {len(rows)} "
-            f"images drawn at random: from {min(gmacs):.3g} GMACs at {top1[int(np.argmin(gmacs))]:.1f}% to "
-            f"{max(gmacs):.3g} at {top1[int(np.argmax(gmacs))]:.1f}%. Where the curve is flat, compute can be saved "
-            "for nothing, without training again."
-        )
-        static = self.base.gmacs, 100 * float(self.base.top1[rows].mean())
-        figure = charts.dial_curve(gmacs, top1, (trained["gmacs"], trained["top1"]), static)
-        self.numbers["dial"] = {"name": self.model.method.dial[0], "trained": trained, "points": points}
-        return self.add(title, text, self.picture(figure, "dial", f"Curve of accuracy against cost. {text}"))
+        for i, dial in enumerate(turned):
+            name = dial[0]
+            heading = title if i == 0 else f"Turning the {name} after training"
+            trained, *points = turn_dial(self.model, stream, rows, dial)
+            if len(points) < 2:
+                self.skip(heading, f"Turning {method}'s {name} does not change what images cost.")
+                continue
+            gmacs, top1 = ([point[key] for point in points] for key in ("gmacs", "top1"))
+            text = (
+                f"The same weights at {len(points)} settings of {method}'s {name}, on {len(rows)} images drawn at "
+                f"random: from {min(gmacs):.3g} GMACs at {top1[int(np.argmin(gmacs))]:.1f}% to {max(gmacs):.3g} at "
+                f"{top1[int(np.argmax(gmacs))]:.1f}%. Where the curve is flat, compute can be saved for nothing, "
+                "without training again."
+            )
+            static = self.base.gmacs, 100 * float(self.base.top1[rows].mean())
+            figure = charts.dial_curve(gmacs, top1, (trained["gmacs"], trained["top1"]), static)
+            key = "dial" if i == 0 else name
+            self.numbers[key] = {"name": name, "trained": trained, "points": points}
+            self.add(heading, text, self.picture(figure, key, f"Curve of accuracy against cost. {text}"))
 
     def write(self, run: str, data: str, limited: bool) -> dict[str, Any]:
         """The headline numbers on top, the settings at the end; the page appears whole or not at all."""

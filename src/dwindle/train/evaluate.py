@@ -115,10 +115,11 @@ def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch:
     return reached
 
 
-def turn(model: AdaptiveViT, value: float) -> None:
-    """Set the method's dial."""
-    assert model.method.dial is not None
-    name = model.method.dial[0]
+def turn(model: AdaptiveViT, value: float, name: str | None = None) -> None:
+    """Set the method's dial, or another of its numbers."""
+    if name is None:
+        assert model.method.dial is not None
+        name = model.method.dial[0]
     old = getattr(model.method, name)
     setattr(model.method, name, torch.full_like(old, value) if isinstance(old, Tensor) else value)
 

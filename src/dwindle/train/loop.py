@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import dataclasses
+import importlib.util
 import json
 import logging
 import os
@@ -112,7 +113,8 @@ class Run:
         if self.recipe.compile is not None:
             return self.recipe.compile
         images = self.recipe.epochs * self.steps_per_epoch * self.batch
-        return self.device.type == "cuda" and not self.sharded and images >= WORTH_COMPILING
+        able = self.device.type == "cuda" and not self.sharded and importlib.util.find_spec("triton") is not None
+        return able and images >= WORTH_COMPILING
 
     def _claim_folder(self, resume: bool) -> None:
         if self.out.is_file():
