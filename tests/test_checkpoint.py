@@ -188,3 +188,19 @@ def test_a_budget_out_of_reach_still_saves_what_loads(tmp_path):
     reached = dwindle.calibrate(model, images_for(model), 0.05)
     assert reached > 0.05
     assert dwindle.load(dwindle.save(model, tmp_path / "ck")).method.threshold > 0
+
+
+def test_a_card_says_what_the_config_knows(tmp_path):
+    from dwindle.card import write_card
+
+    results = {"top1": 81.25, "top5": 97.0, "gmacs": 0.5, "gmacs_static": 1.0, "images": 10000}
+    extra = {"results": results, "data": {"train": "some/where/cifar100"}, "recipe": {"epochs": 20}, "note": "a test"}
+    dwindle.save(build("vit", dwindle.AHT(stages=(1,))), tmp_path / "mine", extra=extra)
+    card = write_card(tmp_path / "mine").read_text()
+    assert card.startswith("---\nlibrary_name: dwindle")
+    for said in ("| 81.25 | 97.00 | 0.500 | 50.0% | 10,000 |", 'dwindle.load("mine")', "train: cifar100", "epochs=20"):
+        assert said in card
+    assert "some/where" not in card  # no path of the machine it was made on
+    write_card(tmp_path / "mine", "bare")
+    dwindle.save(build("vit", dwindle.AHT(stages=(1,))), tmp_path / "bare")
+    assert "top-1" not in write_card(tmp_path / "bare").read_text()

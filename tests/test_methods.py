@@ -322,3 +322,59 @@ def test_losses_when_nobody_is_left_at_the_first_stage():
         packed, masked = (model.method.losses(out)["target_depth"] for out in outs)
         torch.testing.assert_close(packed, masked)
         assert (packed == 0) == (halted_plans == "skip")
+
+
+def test_heirs_take_the_mean_of_those_who_join_them():
+    """At a stage, every halted patch joins the most alike one that goes on; against a loop over one image."""
+    model = build("vit", dwindle.AHT(stages=(1,), budget=0.6, heirs="nearest"), torch.float64)
+    images = images_for(model, 2, torch.float64)
+    seen = {}
+    before = model.method._bequeath
+
+    def spy(tokens, keep):
+        seen["x"], seen["keys"], seen["keep"] = tokens.x.clone(), tokens.keys.clone(), keep.clone()
+        before(tokens, keep)
+        seen["after"], seen["size"] = tokens.x.clone(), tokens.notes["standing_for"].clone()
+
+    model.method._bequeath = spy
+    with torch.no_grad():
+        model(images, layout="masked")
+    for b in range(2):
+        x, keys, keep = seen["x"][b], seen["keys"][b], seen["keep"][b]
+        staying = [i for i in range(1, len(x)) if keep[i]]
+        halted = [i for i in range(1, len(x)) if not keep[i]]
+        assert staying and halted
+        groups = {i: [i] for i in staying}
+        for i in halted:
+            groups[max(staying, key=lambda j: float(torch.cosine_similarity(keys[i], keys[j], dim=0)))].append(i)
+        for i, members in groups.items():
+            torch.testing.assert_close(seen["after"][b, i], x[members].mean(0))
+            assert seen["size"][b, i] == len(members)
+        torch.testing.assert_close(seen["after"][b, 0], x[0])  # the class token inherits nothing
+
+
+def test_one_rest_token_stands_for_all_who_halted():
+    model = build("vit", dwindle.AHT(stages=(1, 2), gamma=2.0, follow=0.7, budget=0.6, heirs="rest"), torch.float64)
+    images = images_for(model, 3, torch.float64)
+    sizes, states = [], []
+    step = model.method.step
+
+    def spy(depth, tokens):
+        verdict = step(depth, tokens)
+        sizes.append((tokens.notes["standing_for"] * tokens.notes["rest"]).clone())
+        states.append((tokens.live & verdict.keep).clone())
+        return verdict
+
+    model.method.step = spy
+    with torch.no_grad():
+        model(images, layout="masked")
+    for size, going in zip(sizes[:-1], states[:-1]):
+        rest = size > 0
+        assert (rest.sum(-1) <= 1).all() and (going | ~rest).all()  # one at most, and it never halts
+        gone = (~going[:, 1:]).sum(-1) + rest.sum(-1)  # the rest token's own row is one of those it stands for
+        assert torch.equal(size.sum(-1).long(), torch.where(rest.any(-1), gone, 0))
+
+
+def test_heirs_are_named():
+    with pytest.raises(dwindle.DwindleError, match="did you mean 'nearest'"):
+        dwindle.AHT(heirs="neares")

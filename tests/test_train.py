@@ -178,6 +178,37 @@ def test_bad_runs(data, tmp_path):
         train(small(epochs=1, lr=1e30, method_lr=1e30, clip=0.0), data, tmp_path / "e")
 
 
+def test_a_run_begins_from_a_checkpoint_with_it_as_teacher(data, tmp_path):
+    first = train(small(method="Static", method_options={}, epochs=1), data, tmp_path / "static")
+    folder = str(tmp_path / "static")
+    run = Run(small(weights=folder, teacher=folder), data, tmp_path / "adapted", device="cpu")
+    for name, value in first.model.vit.state_dict().items():
+        assert torch.equal(run.model.vit.state_dict()[name], value), name
+        assert torch.equal(run.teacher.vit.state_dict()[name], value), name
+    assert run.model.vit.training and not run.teacher.training
+    assert (tmp_path / "static" / "README.md").read_text().startswith("---")
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_typical_images_are_as_in_evaluation(data, tmp_path, resident, monkeypatch):
+    run = Run(small(resident=resident), data, tmp_path / "run", device="cpu")
+    assert run.typical(40).shape == (40, 3, 32, 32)  # a small set: half as in evaluation, half augmented
+    monkeypatch.setattr("dwindle.train.loop.LARGE", 1)
+    clean = run.typical(32)
+    run.train_images.transform = run.preprocess.eval_transform()
+    known = torch.stack([run.train_images[i][0] for i in range(len(run.train_images))])
+    nearest = torch.cdist(clean.flatten(1), known.flatten(1)).min(-1).values
+    assert nearest.max() < 0.02 * clean.flatten(1).norm(dim=-1).mean()
+
+
+def test_saving_less_often_loses_no_more_than_asked(data, tmp_path):
+    run = Run(small(epochs=3, save_every=2), data, tmp_path / "run", device="cpu")
+    saved = []
+    for _ in run.epochs():
+        saved.append((tmp_path / "run" / "state.pt").exists())
+    assert saved == [False, True, True]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("method", ["AHT", "AViT", "Static", "DynamicViT", "TopK"])
 def test_a_recorded_step_is_the_eager_one(method, data, tmp_path):
