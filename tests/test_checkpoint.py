@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 
@@ -204,3 +205,16 @@ def test_a_card_says_what_the_config_knows(tmp_path):
     write_card(tmp_path / "mine", "bare")
     dwindle.save(build("vit", dwindle.AHT(stages=(1,))), tmp_path / "bare")
     assert "top-1" not in write_card(tmp_path / "bare").read_text()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_calibration_set_is_kept(method, tmp_path):
+    model = build("vit", METHODS[method]())
+    if model.method.dial is None:
+        pytest.skip("nothing to turn")
+    images = images_for(model)
+    dwindle.calibrate(model, images, 0.85)
+    dwindle.save(model, tmp_path / "saved")
+    again = dwindle.load(tmp_path / "saved", vit=copy.deepcopy(model).unwrap())
+    with torch.no_grad():
+        assert torch.equal(again(images).trace.depth, model(images).trace.depth)

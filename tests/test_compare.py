@@ -110,13 +110,13 @@ def test_every_entry_at_every_cost(whole):
         assert result["cost"] == pytest.approx(result["gmacs"] / result["gmacs_static"], abs=1e-4)
         assert result["images_per_s"] > 0 and result["images_per_s_masked"] > 0
         assert {"device", "torch", "commit"} <= result["machine"].keys()
-        assert result["recipe"]["epochs"] == 2 and result["taught"] == (result["name"] != "static")
+        assert result["conditions"]["epochs"] == 2 and result["taught"] == (result["name"] not in ("static", "ToMe"))
         assert result["group"] == ("untrained" if result["name"] == "ToMe" else "methods")
-        assert result["recipe"]["lr"] == (2e-4 if result["name"] == "Shallow" else 1e-4)
+        assert result["conditions"]["lr"] == (2e-4 if result["name"] == "Shallow" else 1e-4)
     by_name = {(r["name"], r["asked"]): r for r in results}
     assert by_name["static", 1.0]["method"] == "Static" and by_name["static", 1.0]["cost"] == 1
-    assert by_name["static", 1.0]["recipe"]["label_weight"] == 1.0
-    assert by_name["TopK", 0.8]["recipe"]["teacher"] == "static-1.00-s0"
+    assert by_name["static", 1.0]["conditions"]["label_weight"] == 1.0
+    assert by_name["TopK", 0.8]["conditions"]["teacher"] == "static-1.00-s0"
     assert by_name["TopK", 0.8]["options"]["budget"] == 0.8
     assert [by_name["Shallow", cost]["options"]["depth"] for cost in (0.8, 0.6)] == [4, 3]
     assert by_name["Confidence", 0.8]["options"]["threshold"] > by_name["Confidence", 0.6]["options"]["threshold"]
@@ -228,7 +228,15 @@ def test_methods_that_begin_from_the_static_model(whole, data, tmp_path):
     seen = [(call.args[0].weights, call.args[0].lr, call.args[0].epochs) for call in build.call_args_list]
     folder = str(tmp_path / "runs" / "static-1.00-s0")
     assert seen == [(None, 1e-4, 2), (folder, 1e-5, 1), (folder, 1e-6, 1)]
-    assert [r["recipe"]["weights"] for r in results] == ["none", "static-1.00-s0", "static-1.00-s0"]
+    assert [r["conditions"]["from_static"] for r in results] == [False, True, True]
+
+
+def test_results_made_under_other_conditions_are_not_taken(whole, data, tmp_path):
+    other = dataclasses.replace(COMPARISON, base=dataclasses.replace(COMPARISON.base, epochs=3))
+    with pytest.raises(dwindle.DwindleError, match=r"epochs=2 \(now 3\)"):
+        list(comparing(data, whole[0], other).results())
+    with pytest.raises(dwindle.DwindleError, match=r"limit=None \(now 4\)"):
+        list(comparing(data, whole[0], limit=4).results())
 
 
 def test_when_time_is_up_nothing_is_trained(whole, data, tmp_path, trained):

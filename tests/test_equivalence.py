@@ -194,3 +194,19 @@ def test_unwrapping_leaves_nothing_behind():
         assert {n: set(vars(m)) for n, m in vit.named_modules()} == modules
         assert not any(m._forward_hooks for m in vit.modules())
         dwindle.adapt(vit, dwindle.AHT(stages=(1,))).unwrap()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_forced_to_the_end_is_the_wrapped_model(method):
+    """Where the last state counts. A mean over states (A-ViT, ACT) stays one."""
+    if method.startswith(("AViT", "ACT")):
+        pytest.skip("its answer is a mean over depths")
+    model = build("vit", METHODS[method](), torch.float64)
+    images, shape = images_for(model, dtype=torch.float64), model.backbone.shape
+    full = torch.full((len(images), shape.tokens()), shape.blocks)
+    vit = copy.deepcopy(model).unwrap()
+    for layout in ("packed", "masked"):
+        torch.testing.assert_close(
+            model(images, layout=layout, depths=full).logits, vit(images), atol=1e-10, rtol=1e-10
+        )

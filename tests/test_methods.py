@@ -332,9 +332,9 @@ def test_heirs_take_the_mean_of_those_who_join_them():
     before = model.method._bequeath
 
     def spy(tokens, keep):
-        seen["x"], seen["keys"], seen["keep"] = tokens.x.clone(), tokens.keys.clone(), keep.clone()
+        first = {"x": tokens.x.clone(), "keys": tokens.keys.clone(), "keep": keep.clone()}
         before(tokens, keep)
-        seen["after"], seen["size"] = tokens.x.clone(), tokens.notes["standing_for"].clone()
+        seen.update(seen or first | {"after": tokens.x.clone(), "size": tokens.notes["standing_for"].clone()})
 
     model.method._bequeath = spy
     with torch.no_grad():
@@ -378,3 +378,28 @@ def test_one_rest_token_stands_for_all_who_halted():
 def test_heirs_are_named():
     with pytest.raises(dwindle.DwindleError, match="did you mean 'nearest'"):
         dwindle.AHT(heirs="neares")
+
+
+def test_a_gate_carries_the_gradient_of_coming_this_far():
+    """AHT: after every block d gate / d beta is that of prod (1 - h), also for those who halted long ago."""
+    model = build("vit", dwindle.AHT(stages=(1, 2), gamma=2.0, follow=0.7, budget=0.6), torch.float64).train()
+    gates, scores = [], []
+    step = model.method.step
+
+    def spy(depth, tokens):
+        verdict = step(depth, tokens)
+        gates.append(tokens.advance(verdict.keep, verdict.gate).gate)
+        scores.append(verdict.record["score"])
+        return verdict
+
+    model.method.step = spy
+    out = model(images_for(model, 2, torch.float64))
+    assert (out.trace.depth == 1).any()
+    for block in range(model.backbone.shape.blocks):
+        survival = torch.stack([1 - score for score in scores[: block + 1]]).prod(0)
+        expected, gradient = (
+            torch.autograd.grad(value[:, 1:].sum(), model.method.beta, retain_graph=True)[0]
+            for value in (survival, gates[block])
+        )
+        torch.testing.assert_close(gradient, expected)
+        assert set(gates[block].detach().unique().tolist()) <= {0.0, 1.0}

@@ -141,7 +141,7 @@ def train(
     limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
     device: Device = None,
 ) -> None:
-    """Train a recipe. A killed run loses at most the current epoch: give the same command with --resume."""
+    """Train a recipe. A killed run loses what came after its last save (each epoch): go on with --resume."""
     from . import ranks
     from .train.loop import Run
     from .train.recipe import changed, find_recipe
@@ -172,8 +172,10 @@ def train(
 def compare(
     comparison: Annotated[str, typer.Argument(help="Name of a comparison: cifar100_deit_tiny, imagenet_deit_tiny.")],
     data: Data,
-    out: Annotated[Path, typer.Option(help="Folder for the runs, and the table and the plot.")],
-    results: Annotated[Path, typer.Option(help="One JSON per result goes here.")] = Path("benchmarks/results"),
+    out: Annotated[Path, typer.Option(help="Folder for the runs.")],
+    results: Annotated[Path, typer.Option(help="One JSON per result, the table and the plot go here.")] = Path(
+        "benchmarks/results"
+    ),
     eval_data: Annotated[str | None, typer.Option(help="Evaluate on this data instead of --data's test split.")] = None,
     only: Annotated[str | None, typer.Option(help="Names of methods, separated by commas.")] = None,
     set: Annotated[list[str] | None, typer.Option(help="Change a condition for all: epochs=20. Repeatable.")] = None,
@@ -221,8 +223,8 @@ def compare(
     columns = ["name", "asked", "cost", "gmacs", "top1", "spread", "gap", "seeds", "images_per_s"]
     _table(f"{comparison} on {data}", columns, [["" if row[c] is None else row[c] for c in columns] for row in rows])
     table, plot = work.folder / "table.md", work.folder / "tradeoff.png"
-    table.write_text(markdown(rows))
-    save_figure(tradeoff(rows, comparison), plot)
+    table.write_text(markdown(rows, plan.reference))
+    save_figure(tradeoff(rows, comparison, plan.reference), plot)
     _finish({"results": rows, "table": str(table), "plot": str(plot)})
 
 

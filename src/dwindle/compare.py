@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import ranks
+from .card import write_card
 from .checkpoint import load, save
 from .errors import DwindleError, unknown
 from .methods import Method
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STATIC = "static"
+# Settings that say where and how often, not what: two results may differ in them and still be comparable.
+INCIDENTAL = ("weights", "save_every", "eval_every", "workers", "compile", "resident", "parallel")
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ class Compare:
         for wanted in only or ():
             if wanted not in known:
                 raise unknown("entry of this comparison", wanted, known)
+        if ranks.world() > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise DwindleError("dwindle compare runs in one process; start it without torchrun.")
         self.only = set(only or known)
         self.resident: Any = None  # decoded once for all runs
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -108,6 +114,24 @@ class Compare:
     def _path(self, name: str, cost: float, seed: int) -> Path:
         return self.folder / f"{_slug(name)}-{cost:.2f}-s{seed}.json"
 
+    def _conditions(self, recipe: Recipe) -> dict[str, Any]:
+        """What a result depends on, as it is kept beside it."""
+        settings = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in INCIDENTAL}
+        settings["teacher"] = Path(recipe.teacher).name if recipe.teacher else None
+        settings["from_static"] = recipe.weights is not None and Path(recipe.weights).parent == self.out
+        images = {"data": Path(self.data).name, "eval_data": Path(self.eval_data).name if self.eval_data else None}
+        return json.loads(json.dumps(images | {"limit": self.limit} | settings))
+
+    def _known(self, path: Path, recipe: Recipe) -> bool:
+        """Whether the result is there. One made under other conditions is not it."""
+        if not path.exists():
+            return False
+        old, new = _read(path).get("conditions", {}), self._conditions(recipe)
+        differing = ", ".join(f"{name}={old.get(name)} (now {new[name]})" for name in new if old.get(name) != new[name])
+        if differing:
+            raise DwindleError(f"{path} was made with {differing}; choose another --results, or delete it.")
+        return True
+
     def _static_folder(self, seed: int) -> Path:
         return self.out / f"{STATIC}-1.00-s{seed}"
 
@@ -123,7 +147,8 @@ class Compare:
     # Making results.
     def _static(self, seed: int) -> Iterator[dict[str, Any]]:
         path, folder = self._path(STATIC, 1.0, seed), self._static_folder(seed)
-        if not path.exists() and (folder / "config.json").exists() and not (folder / STATE).exists():
+        known = self._known(path, self._alone(seed))
+        if not known and (folder / "config.json").exists() and not (folder / STATE).exists():
             # A checkpoint brought from elsewhere: only the data is opened.
             run = self._opened(self._alone(seed), self.out / f".{STATIC}-s{seed}")
             self._write(path, STATIC, "methods", run, load(folder).to(run.device), 1.0, seed, 0.0)
@@ -147,41 +172,48 @@ class Compare:
 
     def _entry(self, entry: Entry, seed: int) -> Iterator[dict[str, Any]]:
         costs = entry.costs or self.comparison.costs
-        missing = [cost for cost in costs if not self._path(entry.name, cost, seed).exists()]
+        paths = {cost: self._path(entry.name, cost, seed) for cost in costs}
+        missing = [cost for cost, path in paths.items() if not self._known(path, self._recipe(entry, cost, seed))]
         if missing and entry.train == "each":
             for cost in missing:
                 if not self._late():
                     self._each(entry, cost, seed)
         elif missing and not self._late():
             self._turned(entry, missing, seed)
-        for cost in costs:
-            if self._path(entry.name, cost, seed).exists():
-                yield _read(self._path(entry.name, cost, seed))
+        for path in paths.values():
+            if path.exists():
+                yield _read(path)
 
-    def _recipe(self, entry: Entry, seed: int, options: dict[str, Any]) -> Recipe:
+    def _recipe(self, entry: Entry, cost: float, seed: int) -> Recipe:
+        if entry.train == "never":
+            return self._alone(seed)
+        options = entry.by_cost.get(cost, {"budget": cost}) if entry.train == "each" else {}
         settings: dict[str, Any] = {"method": entry.method, "method_options": {**entry.options, **options}}
-        settings["teacher"] = str(self._static_made(seed)) if self.comparison.taught else None
+        settings["teacher"] = str(self._static_folder(seed)) if self.comparison.taught else None
         if self.comparison.adapted:
-            settings["weights"] = str(self._static_made(seed))
+            settings["weights"] = str(self._static_folder(seed))
         settings |= {"seed": seed, **self.comparison.changes, **entry.changes}
         return dataclasses.replace(self.comparison.base, **settings)
 
     def _each(self, entry: Entry, cost: float, seed: int) -> None:
-        options = entry.by_cost.get(cost, {"budget": cost})
         folder = self.out / f"{_slug(entry.name)}-{cost:.2f}-s{seed}"
-        run, model, seconds = self._trained(self._recipe(entry, seed, options), folder)
+        recipe = self._recipe(entry, cost, seed)
+        run, model, seconds = self._trained(recipe, folder)
         dial = model.method.dial
-        if dial is not None and not {"budget", dial[0]} & options.keys():  # its cost follows from training alone
+        turned = dial is not None and not {"budget", dial[0]} & recipe.method_options.keys()
+        if turned:  # its cost followed from training alone
             calibrate(model, run.typical(), cost)
-            save(model, folder)
-        self._write(self._path(entry.name, cost, seed), entry.name, entry.group, run, model, cost, seed, seconds)
+        path = self._path(entry.name, cost, seed)
+        packed = self._write(path, entry.name, entry.group, run, model, cost, seed, seconds)
+        if turned:
+            save(model, folder, extra={"results": packed})
+            write_card(folder)
 
     def _turned(self, entry: Entry, costs: list[float], seed: int) -> None:
-        """One model, its dial turned to each cost on augmented training images."""
+        """One model, its dial turned to each cost on training images."""
         if entry.train == "once":
-            run, model, seconds = self._trained(
-                self._recipe(entry, seed, {}), self.out / f"{_slug(entry.name)}-s{seed}"
-            )
+            recipe = self._recipe(entry, costs[0], seed)
+            run, model, seconds = self._trained(recipe, self.out / f"{_slug(entry.name)}-s{seed}")
         else:
             static = load(self._static_made(seed)).unwrap()
             run, seconds = self._opened(self._alone(seed), self.out / f"{_slug(entry.name)}-s{seed}"), 0.0
@@ -207,6 +239,8 @@ class Compare:
 
     def _trained(self, recipe: Recipe, folder: Path) -> tuple[Run, AdaptiveViT, float]:
         """A finished run, its model as saved, and the seconds of its last epoch (in the first, things are compiled)."""
+        if recipe.teacher or recipe.method != "Static":
+            self._static_made(recipe.seed)
         run = self._opened(recipe, folder, resume=(folder / STATE).exists())
         for _ in run.epochs(self.tick and partial(self.tick, folder.name)):
             pass
@@ -215,11 +249,9 @@ class Compare:
 
     def _write(
         self, path: Path, name: str, group: str, run: Run, model: AdaptiveViT, cost: float, seed: int, seconds: float
-    ) -> None:
+    ) -> dict[str, float]:
         packed, masked = run.evaluate(model=model), run.evaluate("masked", model=model)
         speed = run.steps_per_epoch * run.batch / seconds if seconds else None
-        recipe = dataclasses.asdict(run.recipe) | {"weights": Path(run.recipe.weights or "none").name}
-        recipe["teacher"] = Path(run.recipe.teacher).name if run.recipe.teacher else None
         result = {
             "comparison": self.name,
             "name": name,
@@ -233,13 +265,14 @@ class Compare:
             "top1_masked": masked["top1"],
             "images_per_s_masked": masked["images_per_s"],
             "train_images_per_s": speed and round(speed),
-            "recipe": recipe,
-            "taught": self.comparison.taught and name != STATIC,
+            "conditions": self._conditions(run.recipe),
+            "taught": run.recipe.teacher is not None,
             "machine": _machine(run.device),
         }
         scratch = path.with_suffix(".tmp")
         scratch.write_text(json.dumps(result, indent=1) + "\n")
         os.replace(scratch, path)
+        return packed
 
 
 def _slug(name: str) -> str:
@@ -301,10 +334,10 @@ def summarised(results: Sequence[dict[str, Any]], reference: str = STATIC) -> li
     )
 
 
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
+def markdown(rows: Sequence[dict[str, Any]], reference: str = STATIC) -> str:
     """The table, for a README."""
     lines = [
-        "| method | asked | cost | GMACs | top-1 | vs static | seeds | packed images/s |",
+        f"| method | asked | cost | GMACs | top-1 | vs {reference} | seeds | packed images/s |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -317,7 +350,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def tradeoff(rows: Sequence[dict[str, Any]], title: str) -> Figure:
+def tradeoff(rows: Sequence[dict[str, Any]], title: str, reference: str = STATIC) -> Figure:
     """Accuracy against GMACs, a line per method (AHT-ViT Fig. 3)."""
     from .view import _figure, _tidy
 
@@ -342,7 +375,7 @@ def tradeoff(rows: Sequence[dict[str, Any]], title: str) -> Figure:
             **style,
         )
     for row in rows:
-        if row["name"] == STATIC:
+        if row["name"] == reference:
             axis.axhline(row["top1"], color="0.6", linestyle=":", linewidth=1)
     axis.set(xlabel="GMACs per image", ylabel="top-1 (%)")
     axis.grid(axis="x", color="0.9")

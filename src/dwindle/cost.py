@@ -68,11 +68,20 @@ def keep_for(
                 patches = min(patches, keep * patches + extra)
         return total / static_macs(shape)
 
+    _reachable(budget, goal, cost(0.0))
     low, high = 0.0, 1.0
     for _ in range(30):
         middle = (low + high) / 2
         low, high = (low, middle) if cost(middle) > goal else (middle, high)
     return round(high, 6)
+
+
+def _reachable(budget: float | str, goal: float, least: float) -> None:
+    if goal < least:
+        raise DwindleError(
+            f"budget = {budget!r} cannot be reached: with no patch kept after the first stage it is still {least:.3f} "
+            "of the static cost; ask for more, or let tokens leave earlier (stages)."
+        )
 
 
 def budget_share(budget: float | str, shape: Shape) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import charts
 from .images import preprocess_of
+from .methods.static import Static
 from .model import AdaptiveViT
 from .train.batches import loader
 from .train.data import Images
@@ -101,12 +102,16 @@ def measure(model: AdaptiveViT, stream: Stream) -> Measured:
 
 @torch.inference_mode()
 def measure_static(model: AdaptiveViT, name: str, stream: Stream) -> Baseline:
-    """One pass with every token forced to the end."""
-    shape, right = model.backbone.shape, []
-    for x in stream.batches(model, "comparing with static"):
-        full = torch.full((len(x), shape.tokens((x.shape[-2], x.shape[-1]))), shape.blocks)
-        result = model(x, depths=full)
-        right.append(_numpy(result.logits.argmax(-1)))
+    """One pass of the same weights without the method."""
+    method, right = model.method, []
+    model.method = Static()
+    model.method.bind(model.backbone.shape)
+    try:
+        for x in stream.batches(model, "comparing with static"):
+            result = model(x)
+            right.append(_numpy(result.logits.argmax(-1)))
+    finally:
+        model.method = method
     return Baseline(name, np.concatenate(right) == stream.images.labels, model.static_macs(result.trace) / 1e9)
 
 
@@ -114,7 +119,6 @@ def _numpy(values: Tensor) -> np.ndarray:
     return values.cpu().numpy()
 
 
-@torch.inference_mode()
 def dials(model: AdaptiveViT) -> list[tuple[str, float, float]]:
     """What can be turned after training: name, cheapest, dearest. AHT has its bar and its threshold."""
     own = [] if model.method.dial is None else [model.method.dial]
@@ -123,12 +127,13 @@ def dials(model: AdaptiveViT) -> list[tuple[str, float, float]]:
     return own
 
 
+@torch.inference_mode()
 def turn_dial(
     model: AdaptiveViT, stream: Stream, rows: np.ndarray, dial: tuple[str, float, float]
 ) -> list[dict[str, float]]:
     """Accuracy and cost at settings of the dial, the one as trained first. The model is left as it was."""
     name, cheap, dear = dial
-    trained = getattr(model.method, name)
+    trained = float(getattr(model.method, name))
     few = torch.cat(list(stream.batches(model, "probing the dial", rows[:PROBED_IMAGES])))
 
     def cost(value: float) -> float:
@@ -136,7 +141,7 @@ def turn_dial(
         return model.macs(model(few).trace).mean().item()
 
     try:
-        settings = [float(trained), *charts.spread_settings(cost, cheap, dear, TURNED, PROBED)]
+        settings = [trained, *charts.spread_settings(cost, cheap, dear, TURNED, PROBED)]
         points = [{"setting": setting, "gmacs": 0.0, "top1": 0.0} for setting in settings]
         labels, at = stream.images.labels[rows], 0
         for x in stream.batches(model, "turning the dial", rows):
@@ -147,5 +152,5 @@ def turn_dial(
                 point["gmacs"] += model.macs(result.trace).sum().item() / 1e9 / len(rows)
                 point["top1"] += 100 * int((_numpy(result.logits.argmax(-1)) == wanted).sum()) / len(rows)
     finally:
-        setattr(model.method, name, trained)
+        turn(model, trained, name)
     return points

@@ -176,7 +176,7 @@ class Masked(Tokens):
     """All rows (B, N, D) are computed; halted ones keep their value and are nobody's keys. Differentiable."""
 
     live: Tensor = None  # type: ignore[assignment]  # (B, N) bool
-    gate: Tensor | None = None  # (B, N): 1 for live, 0 for halted, with the gradient of a soft decision
+    gate: Tensor | None = None  # (B, N): 1 for live, 0 for halted, with the gradient of all soft decisions so far
     whole: bool = True  # nobody can have halted yet: nothing to mask, and the fastest attention
 
     @staticmethod
@@ -249,8 +249,6 @@ class Masked(Tokens):
     def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Masked:
         if keep is None:
             return replace(self, **self.forget())
-        if gate is not None and self.gate is not None:
-            gate = gate * self.gate
         gate = self.gate if gate is None else gate
         return replace(self, live=self.live & keep, gate=gate, whole=False, **self.forget())
 

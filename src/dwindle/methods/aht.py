@@ -144,9 +144,9 @@ class AHT(Method):
         ponder: a form of Eq. 1 with a gradient, 'expected' (mean depth under p_actual) or 'remainder' (N + r).
         halted_plans: tokens halted before a stage are left out of its KL ('skip') or planned at 0 ('zero', Listing 1).
         halt_class: the class token and other prefix tokens may halt too.
-        heirs: what becomes of a halted token for those who go on. 'none': it is gone, as in the paper; 'nearest': at a
-            stage it joins the most alike token that goes on, which becomes their mean and is attended to as the many it
-            stands for (as in ToMe); 'rest': all join one token of the image.
+        heirs: what becomes of a halted token for those who go on. 'none': it is gone, as in the paper; 'nearest': it
+            joins the most alike token that goes on, which becomes their mean and is attended to as the many it stands
+            for (as in ToMe; from the first stage on); 'rest': all join one token of the image.
         ramp: share of the training over which budget and loss weights are brought in.
         """
         super().__init__()
@@ -154,6 +154,9 @@ class AHT(Method):
             threshold > 0, f"threshold = {threshold}", "a token halts when its scores reach it, so it must be above 0"
         )
         require(sigma > 0, f"sigma = {sigma}", "a width must be above 0")
+        require(softness > 0, f"softness = {softness}", "a width must be above 0")
+        require(0 <= ramp <= 1, f"ramp = {ramp}", "it is a share of the training, between 0 and 1")
+        require(hidden is None or hidden >= 1, f"hidden = {hidden}", "a layer has at least 1 neuron")
         for name, given, known in (
             ("p_actual", p_actual, ("act", "hazard")),
             ("ponder", ponder, ("expected", "remainder")),
@@ -216,7 +219,7 @@ class AHT(Method):
         if self.heirs != "none":
             tokens.notes["standing_for"] = zero + 1  # how many tokens a row is the mean of
             tokens.notes["rest"] = zero.bool()  # it is the image's rest token
-        tokens.keeping_keys = self.heirs == "nearest" and 1 in self.stages
+        tokens.keeping_keys = self.heirs == "nearest" and self._may_halt(1)
         return tokens
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
@@ -234,9 +237,9 @@ class AHT(Method):
         if self.heirs == "rest" and "forced" not in tokens.notes and layer < self.shape.blocks:
             keep = self._take_along(tokens, keep)
         if self.heirs == "nearest":
-            if layer in self.stages:
+            if self._may_halt(layer):
                 self._bequeath(tokens, keep)
-            tokens.keeping_keys = layer + 1 in self.stages
+            tokens.keeping_keys = self._may_halt(layer + 1)
         return Verdict(keep, gate=self._gate(tokens, score, keep), record=record)
 
     def _plan(self, layer: int, tokens: Tokens) -> dict[str, Tensor]:
@@ -252,6 +255,10 @@ class AHT(Method):
             record = {"plan": plan, "standing": standing}
         tokens.notes["plan"] = plan
         return record
+
+    def _may_halt(self, layer: int) -> bool:
+        """Before the first plan hardly anyone does; after the last block nobody needs to."""
+        return self.stages[0] <= layer < self.shape.blocks
 
     def _take_along(self, tokens: Tokens, keep: Tensor) -> Tensor:
         """Those who halt join the image's rest token; the first of the first ones becomes it."""
@@ -364,9 +371,11 @@ class AHT(Method):
             self.bar.add_(0.5 * (cost.to(self.bar.device) - goal)).clamp_(-4.0, 4.0)
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
-        if depth + 1 not in self.stages:
-            return tokens  # gamma * f
         assert self.hidden is not None
         width, hidden = self.shape.width, self.hidden
-        alike = tokens**2 * self.shape.head_size if self.heirs == "nearest" else 0
-        return tokens * (width * hidden + hidden + 1) + (tokens > 0) * width * hidden + alike
+        total = tokens  # gamma * f
+        if self.heirs == "nearest" and self._may_halt(depth + 1):
+            total = total + tokens**2 * self.shape.head_size
+        if depth + 1 in self.stages:
+            total = total + tokens * (width * hidden + hidden) + (tokens > 0) * width * hidden
+        return total

@@ -27,7 +27,7 @@ class Verdict:
 
     keep: Tensor | None  # bool: who goes on; None: nothing is decided here
     weight: Tensor | None = None  # share of this block's output in the token's result; None: the last state counts
-    gate: Tensor | None = None  # keep as 1 and 0, with the gradient of the soft decision behind it
+    gate: Tensor | None = None  # 1 and 0 for who goes on and who not, with the gradient of all soft decisions so far
     record: dict[str, Tensor] = field(default_factory=dict)  # values for the trace
     exit: Tensor | None = None  # (B, classes): logits read at this depth, for the trace
 
@@ -59,7 +59,8 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
-        """The method's own loss terms, unweighted. `teacher` is what `Static(attention=True)` said of the batch."""
+        """The method's own loss terms, unweighted. `teacher` is what a static model said of the batch, with its
+        attention in the trace if `asks_attention`."""
         return {}
 
     def exit_weights(self, trace: Trace) -> Tensor | None:

@@ -71,6 +71,7 @@ class DynamicViT(Method):
         """
         super().__init__()
         require(0 <= keep <= 1, f"keep = {keep}", "it is a share of the patches, between 0 and 1")
+        require(0 <= threshold <= 1, f"threshold = {threshold}", "it is a probability, between 0 and 1")
         if count not in COUNTS:
             raise unknown("count", count, COUNTS)
         self.stages = tuple(sorted({int(stage) for stage in stages}))
@@ -99,7 +100,8 @@ class DynamicViT(Method):
             soft, keep = self._drawn(tokens, logit)
             keep = tokens.decide(depth, keep | ~patch)
             gate = torch.where(patch, keep + (soft - soft.detach()), 1.0)
-            return Verdict(keep, gate=gate, record=record | {"kept": gate * patch})
+            so_far = tokens.notes["decision"] = gate * tokens.notes.get("decision", torch.ones_like(gate))
+            return Verdict(keep, gate=so_far, record=record | {"kept": gate * patch})
         if self.count == "fixed":
             # int(rho^s N) of the patches the image began with.
             begun = (tokens.shape[1] - tokens.prefix) * self.keep ** (self.stages.index(layer) + 1)

@@ -21,19 +21,20 @@ class ToMe(Method):
 
     paper = "Token Merging: Your ViT But Faster, 2023"
 
-    def __init__(self, r: float = 8.0, budget: float | str | None = None) -> None:
+    def __init__(self, r: float | None = None, budget: float | str | None = None) -> None:
         """
-        r: tokens merged after every block but the last; a fraction is spread over the blocks.
-        budget: the share of the static cost (0.67), or GMACs ('3.1G'); sets `r` in place of the value given.
+        r: tokens merged after every block but the last; a fraction is spread over the blocks. None: as the budget says,
+            or 8.
+        budget: the share of the static cost (0.67), or GMACs ('3.1G').
         """
         super().__init__()
-        require(r >= 0, f"r = {r}", "it is a number of tokens, at least 0")
-        self.r, self.budget = float(r), budget
+        require(r is None or 0 <= r < 1e6, f"r = {r}", "it is a number of tokens, at least 0")
+        self.given, self.r, self.budget = r is not None, 8.0 if r is None else float(r), budget
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
         self.dial = ("r", shape.tokens() / 2, 0.0)
-        if self.budget is not None:
+        if self.budget is not None and not self.given:
             self.r = self._r_for(budget_share(self.budget, shape))
 
     def _r_for(self, goal: float) -> float:

@@ -58,7 +58,7 @@ class TopK(Method):
         # Rounded against noise in the product: 0.7 * 10 is 7, not 8.
         wanted = tokens.per_image((self.keep * tokens.image_sum(wide(patch.to(score.dtype))) - 1e-4).ceil())
         keep = (place < wanted) | ~patch
-        if self.fuse:
+        if self.fuse and "forced" not in tokens.notes:
             leaving = tokens.counted & ~keep
             carrier = leaving & (place == wanted)  # the first of those who would leave
             tokens.x = torch.where(carrier[..., None], self._fused(tokens, score * leaving), tokens.x)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checkpoint import load, load_vit_weights, shipped
+from ..checkpoint import find, load, load_vit_weights, read_config, shipped
 from ..errors import DwindleError, unknown
 from ..model import AdaptiveViT
 from .recipe import Recipe
@@ -34,7 +34,7 @@ def build_vit(recipe: Recipe, classes: int) -> Any:
             ) from error
     vit: Any
     if Path(recipe.weights).is_dir() or recipe.weights in shipped():
-        vit = load(recipe.weights).unwrap().train()
+        vit = _from_checkpoint(recipe)
     else:
         vit = timm.create_model(recipe.model, num_classes=1000)
         load_vit_weights(vit, recipe.weights)
@@ -43,6 +43,17 @@ def build_vit(recipe: Recipe, classes: int) -> Any:
     if recipe.image_size:
         vit.set_input_size(img_size=(recipe.image_size, recipe.image_size))
     return vit
+
+
+def _from_checkpoint(recipe: Recipe) -> Any:
+    assert recipe.weights is not None
+    described = read_config(find(recipe.weights))["backbone"]
+    if described["family"] != "timm" or described["model"] not in (None, recipe.model):
+        raise DwindleError(
+            f"weights = {recipe.weights} holds a {described['family']} {described['model']}, but the recipe trains a "
+            f"timm {recipe.model}; set model to what the checkpoint holds."
+        )
+    return load(recipe.weights).unwrap().train()
 
 
 def parameter_groups(model: AdaptiveViT, recipe: Recipe) -> list[dict[str, Any]]:

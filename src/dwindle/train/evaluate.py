@@ -121,7 +121,11 @@ def turn(model: AdaptiveViT, value: float, name: str | None = None) -> None:
         assert model.method.dial is not None
         name = model.method.dial[0]
     old = getattr(model.method, name)
-    setattr(model.method, name, torch.full_like(old, value) if isinstance(old, Tensor) else value)
+    if isinstance(old, Tensor):
+        with torch.no_grad():
+            old.fill_(value)  # in place: a recorded training step reads it where it lies
+    else:
+        setattr(model.method, name, value)
 
 
 def _wait(place: torch.device) -> None:

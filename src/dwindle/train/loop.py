@@ -104,6 +104,7 @@ class Run:
         self.epoch, self.step = 0, 0
         self.seconds_per_epoch = 0.0  # of the latest, evaluation and saving left out
         self.history: list[dict[str, float]] = []
+        self.noted = 0  # rows of it that TensorBoard has
         if ranks.rank():  # from here on chance, such as dropout, is each process's own
             torch.manual_seed(mix(recipe.seed, ranks.rank()))
         if resume:
@@ -291,7 +292,7 @@ class Run:
         As in evaluation. A small data set is known by heart, and costs less than unseen images seen so; augmented, it
         costs more: half of each.
         """
-        count = count or (2048 if self.device.type == "cuda" else 128)
+        count = count or (1024 if self.device.type == "cuda" else 128)
         clean = count if len(self.train_images) >= LARGE else (count + 1) // 2
         rows = np.random.default_rng(self.recipe.seed).permutation(len(self.train_images))[:clean]
         if self.resident:
@@ -363,6 +364,7 @@ class Run:
             differing = ", ".join(f"{k}={old.get(k)} (now {new.get(k)})" for k in new if old.get(k) != new.get(k))
             raise DwindleError(f"{self.out} was started with other settings: {differing}; resume with the same ones.")
         self.epoch, self.step, self.history = state["epoch"], state["step"], state["history"]
+        self.noted = len(self.history)
         randoms = state["random"]
         if len(randoms) != ranks.world():
             raise DwindleError(f"{self.out} was started by {len(randoms)} processes; resume with as many.")
@@ -398,8 +400,10 @@ class Run:
         except ImportError:
             return
         with SummaryWriter(str(self.out / "tensorboard")) as board:
-            for name, value in self.history[-1].items():
-                board.add_scalar(name, value, self.epoch)
+            for row in self.history[self.noted :]:
+                for name, value in row.items():
+                    board.add_scalar(name, value, int(row["epoch"]))
+        self.noted = len(self.history)
 
 
 def _seed(seed: int) -> None:

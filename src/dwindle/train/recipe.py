@@ -65,10 +65,15 @@ class Recipe:
         """Settings that cannot work, before anything is read or written."""
         lowest = dict.fromkeys(("epochs", "batch", "eval_every", "save_every", "accumulate"), 1)
         lowest |= dict.fromkeys(("workers", "seed", "lr", "method_lr", "weight_decay", "clip", "warmup_epochs"), 0)
+        require(
+            self.teacher_temperature > 0,
+            f"teacher_temperature = {self.teacher_temperature}",
+            "answers are divided by it, so it must be above 0",
+        )
         lowest |= dict.fromkeys(("mixup", "cutmix", "teacher_weight", "label_weight"), 0)
         for name, low in lowest.items():
             require(getattr(self, name) >= low, f"{name} = {getattr(self, name)}", f"it must be at least {low}")
-        for name in ("smoothing", "ema", "min_scale", "mix_prob"):
+        for name in ("smoothing", "ema", "min_scale", "mix_prob", "jitter"):
             require(0 <= getattr(self, name) <= 1, f"{name} = {getattr(self, name)}", "it must lie between 0 and 1")
         for name, known in (("distill", DISTILLATIONS), ("parallel", PARALLELS)):
             if getattr(self, name) not in known:

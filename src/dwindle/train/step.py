@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ranks
+from ..errors import DwindleError
 from ..model import AdaptiveViT, Output
 from .batches import seeded
 from .recipe import Recipe
@@ -53,8 +54,6 @@ class Lesson(nn.Module):
 class Step:
     """`step(x, y)` trains on one batch and returns its terms, detached."""
 
-    records: bool = True  # where it can: compiled, on one GPU
-
     def __init__(self, model: AdaptiveViT, teacher: AdaptiveViT | None, recipe: Recipe, device: torch.device) -> None:
         self.model, self.recipe, self.device = model, recipe, device
         self.bare = Lesson(model, teacher, recipe, device)
@@ -79,8 +78,8 @@ class Step:
             with seeded(recipe.seed, at):
                 x, y = self.mixup(x, y)
                 y = y.to(x.device)
-        if self.records and self.bare.compiled and x.is_cuda and not ranks.together() and recipe.accumulate == 1:
-            self.recorded = self.recorded or _Recorded(self, x, y)
+        if self.bare.compiled and x.is_cuda and not ranks.together() and recipe.accumulate == 1:
+            self.recorded = self.recorded or self._record(x, y)
             sums = self.recorded(x, y)
         else:
             optimizer.zero_grad(set_to_none=True)
@@ -95,6 +94,15 @@ class Step:
         means = ranks.mean(torch.stack(list(sums.values())))
         model.method.observe(means[list(sums).index("cost")])
         return dict(zip(sums, means))
+
+    def _record(self, x: Tensor, y: Tensor) -> _Recorded:
+        try:
+            return _Recorded(self, x, y)
+        except RuntimeError as error:  # torch's errors of CUDA and of capturing derive from it
+            raise DwindleError(
+                f"A training step of {type(self.model.method).__name__} cannot be recorded as a CUDA graph "
+                f"({str(error).splitlines()[0]}): something in it waits for the GPU; train with --set compile=false."
+            ) from error
 
     def _gradients(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Of the batch, in as many micro-batches as the recipe says."""
