@@ -306,7 +306,9 @@ def evaluate(
     checkpoint: Checkpoint,
     data: Data,
     layout: Annotated[str, typer.Option(help="packed (halted tokens are not computed) or masked.")] = "packed",
-    threshold: Annotated[float | None, typer.Option(help="Turn the halting threshold: higher costs more.")] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Turn the halting threshold; of AHT and A-ViT, higher costs more.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Images at a time.")] = 64,
     limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
     workers: Annotated[int, typer.Option(help="Processes that load images.")] = 2,
@@ -342,14 +344,15 @@ def evaluate(
 
 
 def _turn_threshold(model: Any, threshold: float) -> None:
+    from .gauge import dials
     from .methods.base import require
 
-    require(threshold > 0, f"--threshold {threshold}", "a token halts when its scores reach it, so it must be above 0")
-    require(
-        hasattr(model.method, "threshold"),
-        f"--threshold {threshold}",
-        f"{type(model.method).__name__} has no threshold",
-    )
+    given, method = f"--threshold {threshold}", type(model.method).__name__
+    require(threshold > 0, given, "a token halts when its scores reach it, so it must be above 0")
+    ranges = {name: sorted(ends) for name, *ends in dials(model)}
+    require("threshold" in ranges, given, f"{method} has no threshold to turn")
+    low, high = ranges["threshold"]
+    require(threshold <= high, given, f"{method}'s lies between {low:g} and {high:g}")
     model.method.threshold = threshold
 
 
@@ -403,7 +406,9 @@ def view(
     checkpoint: Checkpoint,
     images: Annotated[list[Path], typer.Argument(help="Image files.")],
     out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("dwindle-view"),
-    threshold: Annotated[float | None, typer.Option(help="Turn the halting threshold: higher costs more.")] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Turn the halting threshold; of AHT and A-ViT, higher costs more.")
+    ] = None,
     device: Device = None,
 ) -> None:
     """Draw for each image which patches were computed how far, the plan beside the execution, and the exits."""
