@@ -10,6 +10,7 @@ import torch
 
 import dwindle
 from conftest import METHODS, build, images_for
+from dwindle.methods import Method
 from dwindle.methods.aht import PRESETS
 from dwindle.methods.base import halting_distribution, halting_kl, normalised_gaussian
 
@@ -403,3 +404,19 @@ def test_a_gate_carries_the_gradient_of_coming_this_far():
         )
         torch.testing.assert_close(gradient, expected)
         assert set(gates[block].detach().unique().tolist()) <= {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: dwindle.AHT(softness=0), "softness = 0"),
+        (lambda: dwindle.AHT(ramp=-0.1), "ramp = -0.1"),
+        (lambda: dwindle.AHT(hidden=0), "hidden = 0"),
+        (lambda: Method.registry["DynamicViT"](threshold=1.5), "threshold = 1.5"),
+        (lambda: Method.registry["ToMe"](r=float("inf")), "r = inf"),
+        (lambda: build("vit", Method.registry["TopK"](stages=(3,), budget=0.2)), "cannot be reached"),
+    ],
+)
+def test_settings_that_cannot_work(make, said):
+    with pytest.raises(dwindle.DwindleError, match=said):
+        make()
