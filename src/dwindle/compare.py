@@ -95,7 +95,7 @@ class Compare:
         for wanted in only or ():
             if wanted not in known:
                 raise unknown("entry of this comparison", wanted, known)
-        if ranks.world() > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if ranks.started() > 1:
             raise DwindleError("dwindle compare runs in one process; start it without torchrun.")
         self.only = set(only or known)
         self.resident: Any = None  # decoded once for all runs

@@ -69,11 +69,17 @@ def keep_for(
         return total / static_macs(shape)
 
     _reachable(budget, goal, cost(0.0))
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (low, middle) if cost(middle) > goal else (middle, high)
-    return round(high, 6)
+    return round(bisected(cost, goal, 0.0, 1.0)[1], 6)
+
+
+def bisected(
+    cost: Callable[[float], float], goal: float, cheap: float, dear: float, steps: int = 30
+) -> tuple[float, float]:
+    """Two neighbouring settings between which the cost passes the goal; it rises from `cheap` to `dear`."""
+    for _ in range(steps):
+        middle = (cheap + dear) / 2
+        cheap, dear = (cheap, middle) if cost(middle) > goal else (middle, dear)
+    return cheap, dear
 
 
 def _reachable(budget: float | str, goal: float, least: float) -> None:

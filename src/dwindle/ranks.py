@@ -24,9 +24,14 @@ def rank() -> int:
     return dist.get_rank() if together() else 0
 
 
+def started() -> int:
+    """How many processes `torchrun` started, whether or not they have met."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def join(device: str | None = None) -> str | None:
     """Meet the other processes of a `torchrun`, if there are any; the device this one shall use."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if started() == 1:
         return device
     local = int(os.environ.get("LOCAL_RANK", "0"))
     gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")

@@ -313,20 +313,19 @@ class Packed(Tokens):
     def rank(self, score: Tensor) -> Tensor:
         order = score.argsort(dim=-1, descending=True, stable=True)
         order = order[self.image[order].argsort(dim=-1, stable=True)]  # image after image, best first
-        within = torch.arange(len(order), device=order.device) - self._begin[self.image]
-        return torch.empty_like(order).index_copy(0, order, within)
+        return torch.empty_like(order).index_copy(0, order, self._within)
 
     @property
-    def _begin(self) -> Tensor:
-        """(B,) first row of each image."""
+    def _within(self) -> Tensor:
+        """(T,) how many rows of its image come before each."""
         sizes = torch.tensor(self.lengths, device=self.x.device)
-        return sizes.cumsum(0) - sizes
+        begin = sizes.cumsum(0) - sizes
+        return torch.arange(len(self.home), device=self.home.device) - begin[self.image]
 
     @property
     def _slot(self) -> Tensor:
         """(T,) where each row sits in a padded (B * n) list."""
-        within = torch.arange(len(self.home), device=self.home.device) - self._begin[self.image]
-        return self.image * max(self.lengths) + within
+        return self.image * max(self.lengths) + self._within
 
     def pad(self, rows: Tensor) -> Tensor:
         images, longest = self.shape[0], max(self.lengths)

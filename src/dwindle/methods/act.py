@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..backbones.base import Shape
 from ..tokens import Tokens
-from .base import Method, Verdict, require, wide
+from .base import Method, Verdict, halting_verdict, ponder_cost, require, wide
 from .exits import image_state
 
 if TYPE_CHECKING:
@@ -66,18 +66,10 @@ class ACT(Method):
             score = tokens.per_image(halting)
         cumulative = tokens.notes["cumulative"] = before + score
         keep = tokens.decide(depth, cumulative < self.threshold)  # Eq. 4
-        keep = keep & (not last)
-        remainder = (1 - before).clamp_min(0)  # Eq. 6
-        # Eq. 7. An image kept past a sum of 1 (raised threshold, forced depth) has no probability left to give.
-        probability = torch.where(keep, torch.minimum(score, remainder), remainder)
-        return Verdict(keep, weight=probability.to(tokens.x.dtype), record={"score": score, "remainder": remainder})
+        return halting_verdict(tokens, before, score, keep & (not last))
 
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
-        trace = out.trace
-        exits = trace.depth
-        at_exit = torch.arange(1, trace.blocks + 1, device=exits.device)[:, None, None] == exits
-        remainder = (trace.stack("remainder") * at_exit).sum(0)
-        return {"ponder": (exits + remainder).mean()}  # Eq. 8: N is constant, R carries the gradient
+        return {"ponder": ponder_cost(out.trace)}
 
     @property
     def loss_weights(self) -> dict[str, float]:

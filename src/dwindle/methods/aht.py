@@ -233,7 +233,6 @@ class AHT(Method):
         if not self.halt_class:
             keep = keep | tokens.is_prefix
         keep = tokens.decide(depth, keep)
-        assert keep is not None
         if self.heirs == "rest" and "forced" not in tokens.notes and layer < self.shape.blocks:
             keep = self._take_along(tokens, keep)
         if self.heirs == "nearest":

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import ranks
 from ..backbones.base import Shape
 from ..tokens import Tokens
-from .base import Method, Verdict, halting_kl, normalised_gaussian, require, wide
+from .base import Method, Verdict, halting_kl, halting_verdict, normalised_gaussian, ponder_cost, require, wide
 
 if TYPE_CHECKING:
     from ..model import Output
@@ -81,24 +81,15 @@ class AViT(Method):
         keep = cumulative < self.threshold  # Eq. 4
         if not self.halt_class:
             keep = keep | tokens.is_prefix
-        keep = tokens.decide(depth, keep)
-        keep = keep & (not last)
-        remainder = (1 - before).clamp_min(0)  # Eq. 6
-        # Eq. 7. A token that is kept past a sum of 1 (class token, raised threshold) has no probability left to give.
-        probability = torch.where(keep, torch.minimum(score, remainder), remainder)
-        return Verdict(keep, weight=probability.to(tokens.x.dtype), record={"score": score, "remainder": remainder})
+        return halting_verdict(tokens, before, score, tokens.decide(depth, keep) & (not last))
 
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
         trace = out.trace
-        exits = trace.depth
-        at_exit = torch.arange(1, trace.blocks + 1, device=exits.device)[:, None, None] == exits
-        remainder = (trace.stack("remainder") * at_exit).sum(0)
-        ponder = (exits + remainder).mean()  # Eq. 8
         # Eq. 11: scores of halted tokens are 0. Both sides are made distributions before they are compared (Eq. 12).
         halting = ranks.mean(trace.scores.mean((1, 2)))
         halting = halting / halting.sum()
         target = normalised_gaussian(torch.full_like(halting[0], self.target_depth), trace.blocks, self.sigma)
-        return {"ponder": ponder, "prior": halting_kl(halting, target)}
+        return {"ponder": ponder_cost(trace), "prior": halting_kl(halting, target)}
 
     @property
     def loss_weights(self) -> dict[str, float]:

@@ -118,6 +118,21 @@ def normalised_gaussian(centre: Tensor, blocks: int, sigma: float) -> Tensor:
     return torch.softmax(-((layers - centre) ** 2) / (2 * sigma**2), dim=0)
 
 
+def halting_verdict(tokens: Tokens, before: Tensor, score: Tensor, keep: Tensor) -> Verdict:
+    """ACT's and A-ViT's Eq. 6-7: who goes on gives its score, who stops the remainder, as its share of the result."""
+    remainder = (1 - before).clamp_min(0)  # Eq. 6
+    # Eq. 7. Who is kept past a sum of 1 (class token, raised threshold, forced depth) has no probability left to give.
+    probability = torch.where(keep, torch.minimum(score, remainder), remainder)
+    return Verdict(keep, weight=probability.to(tokens.x.dtype), record={"score": score, "remainder": remainder})
+
+
+def ponder_cost(trace: Trace) -> Tensor:
+    """A-ViT Eq. 8, N + R: N is constant, the remainder at the exit carries the gradient."""
+    exits = trace.depth
+    at_exit = torch.arange(1, trace.blocks + 1, device=exits.device)[:, None, None] == exits
+    return (exits + (trace.stack("remainder") * at_exit).sum(0)).mean()
+
+
 def surviving(hazard: Tensor) -> Tensor:
     """prod_{j <= l} (1 - h_j) over the first axis.
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..backbones.base import Shape
-from ..cost import block_macs, budget_share, fixed_macs, static_macs
+from ..cost import bisected, block_macs, budget_share, fixed_macs, static_macs
 from ..tokens import Tokens
 from .base import Method, Verdict, require, wide
 
@@ -38,15 +38,15 @@ class ToMe(Method):
             self.r = self._r_for(budget_share(self.budget, shape))
 
     def _r_for(self, goal: float) -> float:
-        few, many = 0.0, self.shape.tokens() / 2
-        for _ in range(30):
-            self.r = (few + many) / 2
+        def cost(r: float) -> float:
+            self.r = r
             left, macs = torch.tensor(self.shape.tokens(), dtype=torch.float64), fixed_macs(self.shape)
             for depth in range(self.shape.blocks):
                 macs += float(block_macs(self.shape, left) + self.macs(left, depth))
                 left = left - ((left - self.shape.prefix) // 2).clamp_max(self._merged_at(depth))
-            few, many = (self.r, many) if macs / static_macs(self.shape) > goal else (few, self.r)
-        return round(few, 4)
+            return macs / static_macs(self.shape)
+
+        return round(bisected(cost, goal, self.shape.tokens() / 2, 0.0)[1], 4)
 
     def _merged_at(self, depth: int) -> int:
         if depth + 1 >= self.shape.blocks:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ranks
-from ..cost import budget_share
+from ..cost import bisected, budget_share
 from ..errors import DwindleError
 from ..model import AdaptiveViT
 
@@ -105,11 +105,8 @@ def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch:
         total = sum(model.macs(model(part).trace).sum().item() for part in images.split(batch))
         return total / len(images) / model.static_macs()
 
-    for _ in range(steps):
-        middle = (cheap + dear) / 2
-        cheap, dear = (cheap, middle) if cost(middle) > goal else (middle, dear)
     # The nearer of the two sides: a threshold at which many tokens stop at once can leave a step between them.
-    value = min((cheap, dear), key=lambda v: abs(cost(v) - goal))
+    value = min(bisected(cost, goal, cheap, dear, steps), key=lambda v: abs(cost(v) - goal))
     reached = cost(value)
     model.train(training)
     return reached

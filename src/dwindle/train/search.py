@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .. import ranks
 from ..cost import budget_share
 from ..errors import DwindleError
 from ..methods import Method
@@ -109,7 +110,7 @@ def _check(recipe: Recipe, space: Space, trials: int, weight: float) -> None:
         raise DwindleError(
             f"trials = {trials}, budget_weight = {weight}: expected at least one trial and no weight < 0."
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if ranks.started() > 1:
         raise DwindleError("A search runs its trials one after another in one process; start it without torchrun.")
     if not space:
         raise DwindleError(
