@@ -49,7 +49,7 @@ class AdaptiveViT(nn.Module):
         shape = self.backbone.shape
 
         tokens: Tokens = LAYOUTS[layout].start(self.backbone.embed(images), shape.prefix)
-        tokens.reader = self.backbone.readout
+        tokens.reader, tokens.compiling = self.backbone.readout, self.backbone.compiled
         if depths is not None:
             tokens.notes["forced"] = depths.to(images.device).reshape(tokens.x.shape[:-1])
         trace = Trace(tokens.shape, shape.prefix, shape.grid((images.shape[-2], images.shape[-1])), shape.blocks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, overload
 
 import torch
@@ -53,6 +54,7 @@ class Tokens:
     keeping_keys: bool = False  # a method asked for `keys`
     keys: Tensor | None = None  # rows, head size: mean over heads of the keys of the block just run
     reader: Callable[[Tensor], Tensor] | None = None  # (B, N, D) -> logits; the loop lends the backbone's
+    compiling: bool = False  # this forward pass is one of many alike: compiling its parts pays
 
     def update(self, block: Callable[[Tensor], Tensor]) -> Tokens:
         """Run a block on the live rows."""
@@ -92,14 +94,18 @@ class Tokens:
         """0, 1, 2... in its image for the live row of the highest score, the next... Of equals the first is first."""
         raise NotImplementedError
 
-    def pad(self, rows: Tensor) -> Tensor:
+    def pad(self, rows: Tensor, live_first: bool = True) -> Tensor:
         """(B, n, ...): the live rows of each image one after the other, for what compares them; then what `padding`
-        says is none."""
+        says is none. live_first=False: in order too, but with others in between; cheaper where it does not matter."""
         raise NotImplementedError
 
-    def unpad(self, padded: Tensor) -> Tensor:
+    def unpad(self, padded: Tensor, live_first: bool = True) -> Tensor:
         """Back to rows."""
         raise NotImplementedError
+
+    def fast(self, function: Callable) -> Callable:
+        """The function, compiled where the blocks are."""
+        return _compiled(function) if self.compiling else function
 
     @property
     def padding(self) -> Tensor:
@@ -223,11 +229,11 @@ class Masked(Tokens):
         order = score.masked_fill(~self.live, -torch.inf).argsort(dim=-1, descending=True, stable=True)
         return order.argsort(-1)
 
-    def pad(self, rows: Tensor) -> Tensor:
-        return _reorder(rows, self._live_first)
+    def pad(self, rows: Tensor, live_first: bool = True) -> Tensor:
+        return _reorder(rows, self._live_first) if live_first else rows
 
-    def unpad(self, padded: Tensor) -> Tensor:
-        return _reorder(padded, self._live_first.argsort(-1))
+    def unpad(self, padded: Tensor, live_first: bool = True) -> Tensor:
+        return _reorder(padded, self._live_first.argsort(-1)) if live_first else padded
 
     @property
     def _live_first(self) -> Tensor:
@@ -327,12 +333,12 @@ class Packed(Tokens):
         """(T,) where each row sits in a padded (B * n) list."""
         return self.image * max(self.lengths) + self._within
 
-    def pad(self, rows: Tensor) -> Tensor:
+    def pad(self, rows: Tensor, live_first: bool = True) -> Tensor:
         images, longest = self.shape[0], max(self.lengths)
         flat = rows.new_zeros(images * longest, *rows.shape[1:]).index_copy(0, self._slot, rows)
         return flat.unflatten(0, (images, longest))
 
-    def unpad(self, padded: Tensor) -> Tensor:
+    def unpad(self, padded: Tensor, live_first: bool = True) -> Tensor:
         return padded.flatten(0, 1).index_select(0, self._slot)
 
     @property
@@ -380,6 +386,11 @@ class Packed(Tokens):
     @property
     def place(self) -> Tensor:
         return self.home % self.shape[1]
+
+
+@cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=False)
 
 
 def _reorder(values: Tensor, order_BN: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from .. import ranks
 from ..backbones.base import Shape
 from ..cost import budget_share
 from ..errors import unknown
+from ..ops.heirs import inherit
 from ..tokens import Tokens
 from ..trace import Trace
 from .base import (
@@ -229,16 +230,17 @@ class AHT(Method):
         feature = wide(tokens.tap) + self.follow * (layer - tokens.notes["plan"])
         score = record["score"] = torch.sigmoid(self.gamma * feature + self.beta)  # section 3.3
         tokens.notes["cumulative"] = tokens.notes["cumulative"] + score
+        tokens.keeping_keys = self.heirs == "nearest" and self._may_halt(layer + 1)
+        if self.relative and layer < self.stages[0] and "forced" not in tokens.notes:
+            return Verdict(None, record=record)  # nobody was planned to stop yet, so there is nothing to mask
         keep = tokens.notes["cumulative"] < self.threshold
         if not self.halt_class:
             keep = keep | tokens.is_prefix
         keep = tokens.decide(depth, keep)
         if self.heirs == "rest" and "forced" not in tokens.notes and layer < self.shape.blocks:
             keep = self._take_along(tokens, keep)
-        if self.heirs == "nearest":
-            if self._may_halt(layer):
-                self._bequeath(tokens, keep)
-            tokens.keeping_keys = self._may_halt(layer + 1)
+        if self.heirs == "nearest" and self._may_halt(layer):
+            self._bequeath(tokens, keep)
         return Verdict(keep, gate=self._gate(tokens, score, keep), record=record)
 
     def _plan(self, layer: int, tokens: Tokens) -> dict[str, Tensor]:
@@ -276,17 +278,9 @@ class AHT(Method):
         """Those who halt join the most alike patch that goes on; where none does they are gone."""
         assert tokens.keys is not None
         size, patch = tokens.notes["standing_for"], tokens.counted & ~tokens.is_prefix
-        keys = tokens.pad(nn.functional.normalize(wide(tokens.keys.detach()), dim=-1))
-        staying = tokens.pad(patch & keep)
-        alike = (keys @ keys.transpose(1, 2)).masked_fill(~staying[:, None, :], -torch.inf)
-        heir = alike.argmax(-1)  # (B, n)
-        weight = tokens.pad(size * (patch & ~keep)) * staying.any(-1, keepdim=True)
-        x = tokens.pad(wide(tokens.x))
-        whole = tokens.pad(size)
-        total = whole.scatter_add(1, heir, weight)
-        sums = (x * whole[..., None]).scatter_add(1, heir[..., None].expand_as(x), x * weight[..., None])
-        mean = sums / total.clamp_min(1)[..., None]
-        self._replace(tokens, patch & keep, tokens.unpad(mean), tokens.unpad(total))
+        rows = (wide(tokens.x), size, tokens.keys.detach(), patch & keep, patch & ~keep)
+        mean, total = tokens.fast(inherit)(*(tokens.pad(row, live_first=False) for row in rows))
+        self._replace(tokens, patch & keep, tokens.unpad(mean, live_first=False), tokens.unpad(total, live_first=False))
 
     def _replace(self, tokens: Tokens, who: Tensor, mean: Tensor, size: Tensor) -> None:
         tokens.x = torch.where(who[..., None], mean.to(tokens.x.dtype), tokens.x)

@@ -1,0 +1,21 @@
+"""Tokens that leave hand what they hold to those who stay. `inherit` is its own definition: plain torch throughout."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def inherit(x: Tensor, size: Tensor, keys: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
+    """Every leaving token joins the staying one with the most alike key, which becomes their mean by size.
+
+    x (B, n, D), keys (B, n, E), size (B, n): how many tokens an entry is the mean of; returns the new x and size, of
+    which only those of staying entries mean anything. Where nobody stays, nobody inherits.
+    """
+    keys = F.normalize(keys.to(x.dtype), dim=-1)
+    heir = (keys @ keys.transpose(1, 2)).masked_fill(~staying[:, None, :], -torch.inf).argmax(-1)
+    weight = size * (leaving & staying.any(-1, keepdim=True))
+    total = size.scatter_add(1, heir, weight)
+    sums = (x * size[..., None]).scatter_add(1, heir[..., None].expand_as(x), x * weight[..., None])
+    return sums / total.clamp_min(1)[..., None], total
