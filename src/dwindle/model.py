@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from .errors import DwindleError, unknown
 from .methods import Method
 from .tokens import LAYOUTS, Tokens
 from .trace import Trace
+
+if TYPE_CHECKING:
+    from .engine.graph import Engine
 
 DISTILLATIONS = ("soft", "hard", "token")
 
@@ -37,18 +40,32 @@ class AdaptiveViT(nn.Module):
         self.vit = vit
         self.method = method
         self.layout: str | None = None  # None: masked while training, packed in eval
+        self._engine: Engine | None = None
         self.checks = True  # whether answers are looked at for NaN; on a GPU each look waits for it
         self.backbone.install()
 
     def forward(self, images: Tensor, layout: str | None = None, depths: Tensor | None = None) -> Output:
-        """`depths` (B, N) forces who stops when: scores are still computed, only the outcome is replaced."""
-        layout = layout or self.layout or ("masked" if self.training else "packed")
-        if layout not in LAYOUTS:
-            raise unknown("layout", layout, LAYOUTS)
-        self._check(images)
-        shape = self.backbone.shape
+        """`depths` (B, N) forces who stops when: scores are still computed, only the outcome is replaced.
 
-        tokens: Tokens = LAYOUTS[layout].start(self.backbone.embed(images), shape.prefix)
+        layout: 'masked' or 'packed'. None: masked while training, packed in eval; on a GPU, where no gradient is asked
+        for, packed by the engine.
+        """
+        self._check(images)
+        layout = layout or self.layout
+        if layout is None and images.is_cuda and not (self.training or torch.is_grad_enabled()):
+            out = self.engine(images, depths)
+        else:
+            layout = layout or ("masked" if self.training else "packed")
+            if layout not in LAYOUTS:
+                raise unknown("layout", layout, LAYOUTS)
+            out = self.run(images, LAYOUTS[layout].start, depths)
+        self._check_logits(out.logits, images)
+        return out
+
+    def run(self, images: Tensor, start: Callable[[Tensor, int], Tokens], depths: Tensor | None = None) -> Output:
+        """The loop, in the layout that `start` begins."""
+        shape = self.backbone.shape
+        tokens = start(self.backbone.embed(images), shape.prefix)
         tokens.reader, tokens.compiling = self.backbone.readout, self.backbone.compiled
         if depths is not None:
             tokens.notes["forced"] = depths.to(images.device).reshape(tokens.x.shape[:-1])
@@ -64,9 +81,16 @@ class AdaptiveViT(nn.Module):
             if tokens.empty:
                 break
         features = tokens.stream()
-        logits = self.backbone.readout(features)
-        self._check_logits(logits, images)
-        return Output(logits, trace, features)
+        return Output(self.backbone.readout(features), trace, features)
+
+    @property
+    def engine(self) -> Engine:
+        """What runs this model on a GPU; made when first asked for."""
+        from .engine.graph import Engine
+
+        if self._engine is None:
+            self._engine = Engine(self)
+        return self._engine
 
     def loss(self, out: Output, labels: Tensor, teacher: Output | None = None, **weighing: Any) -> dict[str, Tensor]:
         """The task's cross-entropy, the method's terms, and their weighted sum under "total".

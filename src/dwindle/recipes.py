@@ -19,16 +19,21 @@ def aht_deit_tiny_imagenet() -> Recipe:
     return Recipe(
         model="deit_tiny_patch16_224",
         method="AHT",
-        method_options={"budget": 0.67, "threshold": 1.0, "beta": 0.0},
-        epochs=120,
+        # The teacher's answers say what tokens are worth; a ponder cost beside a budget only costs accuracy.
+        method_options=_aht(0.67, hidden=192, lambda_p=0.0),
+        epochs=1000,
         batch=200,
         lr=5e-5,
         teacher="static",
         label_weight=0.0,
         min_scale=0.25,
         jitter=0.3,
+        mixup=0.8,
+        cutmix=1.0,
+        mix_prob=0.8,
         augment=None,
-        eval_every=30,
+        eval_every=1000,
+        save_every=100,
     )
 
 
@@ -180,10 +185,10 @@ def imagenet_deit_tiny() -> Comparison:
     """
     costs = (0.83, 0.67, 0.52)
     return Comparison(
-        base=dataclasses.replace(aht_deit_tiny_imagenet(), resident=True, eval_every=120, save_every=30),
+        base=dataclasses.replace(aht_deit_tiny_imagenet(), method_options={}, resident=True),
         pretrained_static=True,
         entries=(
-            Entry("AHT", "AHT", by_cost={cost: _aht(cost) for cost in costs}),
+            Entry("AHT", "AHT", by_cost={cost: _aht(cost, hidden=192, lambda_p=0.0) for cost in costs}),
             Entry("TopK", "TopK"),
             Entry("DynamicViT", "DynamicViT"),
             Entry("A-ViT", "AViT", by_cost={cost: {"target_depth": 12 * cost} for cost in costs}),

@@ -14,9 +14,10 @@ from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .ops.attention import attend_gated, attend_masked, attend_packed, looked_at, looked_at_packed
+from .ops.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,11 @@ class Tokens:
     keeping_keys: bool = False  # a method asked for `keys`
     keys: Tensor | None = None  # rows, head size: mean over heads of the keys of the block just run
     reader: Callable[[Tensor], Tensor] | None = None  # (B, N, D) -> logits; the loop lends the backbone's
+    rows: Rows | None = None  # the live rows as a list on the device, where kernels can go by it
     compiling: bool = False  # this forward pass is one of many alike: compiling its parts pays
 
-    def update(self, block: Callable[[Tensor], Tensor]) -> Tokens:
-        """Run a block on the live rows."""
+    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Tokens:
+        """Run a block on the live rows; `call` is its forward on a plain tensor."""
         raise NotImplementedError
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -190,8 +192,8 @@ class Masked(Tokens):
         shape = (x_BND.shape[0], x_BND.shape[1])
         return Masked(x_BND, shape, prefix, live=torch.ones(shape, dtype=torch.bool, device=x_BND.device))
 
-    def update(self, block: Callable[[Tensor], Tensor]) -> Masked:
-        new = block(self.x)
+    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Masked:
+        new = call(self.x)
         if self.whole:
             x = new
         elif self.gate is None:
@@ -288,8 +290,8 @@ class Packed(Tokens):
         home = torch.arange(images * count, device=x_BND.device)
         return Packed(x_BND.flatten(0, 1), (images, count), prefix, home=home, lengths=[count] * images)
 
-    def update(self, block: Callable[[Tensor], Tensor]) -> Packed:
-        return replace(self, x=block(self.x[None])[0])
+    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Packed:
+        return replace(self, x=call(self.x[None])[0])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         if self.keeping_keys:

@@ -52,6 +52,43 @@ class Shape:
         return self.prefix + rows * columns
 
 
+@dataclass(frozen=True)
+class Parts:
+    """A plain pre-norm block taken apart: x + scale1 * proj(attention(qkv(norm1 x))), then the MLP likewise."""
+
+    norm1: nn.LayerNorm
+    qkv: tuple[nn.Linear, ...]  # one layer, or three
+    heads: int
+    scale: float
+    q_norm: nn.LayerNorm | None
+    k_norm: nn.LayerNorm | None
+    proj: nn.Linear
+    scale1: Tensor | None
+    norm2: nn.LayerNorm
+    rise: nn.Linear  # width -> hidden
+    act: str
+    fall: nn.Linear  # hidden -> width
+    scale2: Tensor | None
+
+
+def activation_name(module: Any) -> str | None:
+    """As the kernels call it, of a module or a class of one; None if it is none of theirs."""
+    if isinstance(module, nn.GELU):
+        return "gelu" if module.approximate == "none" else "gelu_tanh"
+    named = {
+        "GELUActivation": "gelu",
+        "GELU": "gelu",
+        "GELUTanh": "gelu_tanh",
+        "GELUTanhActivation": "gelu_tanh",
+        "QuickGELU": "quick_gelu",
+        "QuickGELUActivation": "quick_gelu",
+        "SiLU": "silu",
+        "SiLUActivation": "silu",
+        "ReLU": "relu",
+    }
+    return named.get(type(module).__name__)
+
+
 class Backbone:
     """One wrapped model. Subclasses say where a family keeps its parts; nothing else knows the family."""
 
@@ -102,6 +139,10 @@ class Backbone:
     @property
     def shape(self) -> Shape:
         raise NotImplementedError
+
+    def parts(self, block: nn.Module) -> Parts | None:
+        """A block taken apart for the kernels; None if it is of another make."""
+        return None
 
     def describe(self) -> dict[str, Any] | None:
         """What `rebuild` needs to make the same architecture again, as JSON; None if it cannot be told."""
@@ -155,9 +196,11 @@ class Backbone:
 
         _now.run = run = _Run(tokens)
         try:
-            after = tokens.update(call)
+            after = tokens.update(call, block)
         finally:
             _now.run = None
+        if after.rows is not None and not run.attended:
+            return after  # kernels ran the block
         if not run.attended:
             raise DwindleError(
                 f"{type(self.attention(block)).__name__} did not call scaled_dot_product_attention, so halted tokens "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DwindleError
-from .base import Backbone, Shape, linear_macs
+from .base import Backbone, Parts, Shape, activation_name, linear_macs
 
 # class name -> attribute of the tower below the classifier
 _TOWERS = {
@@ -115,6 +115,36 @@ class HuggingFaceViT(Backbone):
             token_macs=config.num_channels * sides[0] * sides[1] * width,
             image_macs=sum(linear_macs(m) for name, m in self.vit.named_children() if "classifier" in name),
             pool_macs=0,
+        )
+
+    def parts(self, block: Any) -> Parts | None:
+        attention, mlp = block.attention, getattr(block, "mlp", None)
+        before = getattr(block, "layernorm_before", None) or getattr(block, "norm1", None)
+        after = getattr(block, "layernorm_after", None) or getattr(block, "norm2", None)
+        names = ("q_proj", "k_proj", "v_proj", "o_proj")
+        linears: list[Any] = [getattr(attention, name, None) for name in names]
+        linears += [getattr(mlp, "fc1", None), getattr(mlp, "fc2", None)]
+        act = activation_name(getattr(mlp, "activation_fn", None) or getattr(mlp, "activation", None))
+        known = all(isinstance(layer, nn.Linear) for layer in linears) and act is not None
+        if not known or not isinstance(before, nn.LayerNorm) or not isinstance(after, nn.LayerNorm):
+            return None
+        q, k, v, proj, rise, fall = linears
+        scales = [getattr(getattr(block, f"layer_scale{i}", None), "lambda1", None) for i in (1, 2)]
+        assert act is not None
+        return Parts(
+            norm1=before,
+            qkv=(q, k, v),
+            heads=self.shape.heads,
+            scale=self.shape.head_size**-0.5,
+            q_norm=None,
+            k_norm=None,
+            proj=proj,
+            scale1=scales[0],
+            norm2=after,
+            rise=rise,
+            act=act,
+            fall=fall,
+            scale2=scales[1],
         )
 
     def describe(self) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import DropPath, PatchEmbed, get_act_layer
-from timm.models.vision_transformer import VisionTransformer
+from timm.layers import Attention, DropPath, Mlp, PatchEmbed, get_act_layer
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from ..errors import DwindleError, unknown
-from .base import Backbone, Shape, linear_macs
+from .base import Backbone, Parts, Shape, activation_name, linear_macs
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
 
@@ -98,6 +98,42 @@ class TimmViT(Backbone):
             token_macs=vit.patch_embed.proj.in_channels * patch[0] * patch[1] * vit.embed_dim,
             image_macs=sum(linear_macs(head) for head in heads) + pool_image,
             pool_macs=pool_token,
+        )
+
+    def parts(self, block: Any) -> Parts | None:
+        attention, mlp = block.attn, block.mlp
+        idle = [getattr(attention, "norm", None), getattr(attention, "gate", None), getattr(mlp, "norm", None)]
+        act = activation_name(getattr(mlp, "act", None))
+        norms = [attention.q_norm, attention.k_norm]
+        plain = (
+            type(block) is Block
+            and type(attention) is Attention
+            and type(mlp) is Mlp
+            and all(part is None or isinstance(part, nn.Identity) for part in idle)
+            and all(isinstance(norm, (nn.LayerNorm, nn.Identity)) for norm in norms)
+            and all(isinstance(norm, nn.LayerNorm) for norm in (block.norm1, block.norm2))
+            and isinstance(mlp.fc1, nn.Linear)
+            and act is not None
+        )
+        if not plain:
+            return None
+        assert act is not None
+        q_norm, k_norm = (norm if isinstance(norm, nn.LayerNorm) else None for norm in norms)
+        scale1, scale2 = (getattr(getattr(block, name, None), "gamma", None) for name in ("ls1", "ls2"))
+        return Parts(
+            norm1=block.norm1,
+            qkv=(attention.qkv,),
+            heads=attention.num_heads,
+            scale=attention.head_dim**-0.5,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            proj=attention.proj,
+            scale1=scale1,
+            norm2=block.norm2,
+            rise=mlp.fc1,
+            act=act,
+            fall=mlp.fc2,
+            scale2=scale2,
         )
 
     def describe(self) -> dict[str, Any] | None:

@@ -16,6 +16,8 @@ from ..backbones.base import Shape
 from ..cost import budget_share
 from ..errors import unknown
 from ..ops.heirs import inherit
+from ..ops.planner import Plan, halt, image_mean
+from ..ops.planner import plan as plan_rows
 from ..tokens import Tokens
 from ..trace import Trace
 from .base import (
@@ -226,32 +228,53 @@ class AHT(Method):
     def step(self, depth: int, tokens: Tokens) -> Verdict:
         layer = depth + 1
         record = self._plan(layer, tokens) if layer in self.stages else {}
-        assert tokens.tap is not None
-        feature = wide(tokens.tap) + self.follow * (layer - tokens.notes["plan"])
-        score = record["score"] = torch.sigmoid(self.gamma * feature + self.beta)  # section 3.3
-        tokens.notes["cumulative"] = tokens.notes["cumulative"] + score
+        score, keep = self._supervise(layer, tokens)
+        record["score"] = score
         tokens.keeping_keys = self.heirs == "nearest" and self._may_halt(layer + 1)
         if self.relative and layer < self.stages[0] and "forced" not in tokens.notes:
             return Verdict(None, record=record)  # nobody was planned to stop yet, so there is nothing to mask
-        keep = tokens.notes["cumulative"] < self.threshold
-        if not self.halt_class:
-            keep = keep | tokens.is_prefix
-        keep = tokens.decide(depth, keep)
         if self.heirs == "rest" and "forced" not in tokens.notes and layer < self.shape.blocks:
             keep = self._take_along(tokens, keep)
         if self.heirs == "nearest" and self._may_halt(layer):
             self._bequeath(tokens, keep)
         return Verdict(keep, gate=self._gate(tokens, score, keep), record=record)
 
+    def _supervise(self, layer: int, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Section 3.3: scores, and who goes on by their sums."""
+        tap, plan, before = tokens.tap, tokens.notes["plan"], tokens.notes["cumulative"]
+        assert tap is not None
+        if tokens.rows is not None:
+            limits = (self.follow, layer, self.threshold, 0 if self.halt_class else tokens.prefix)
+            scalars = (self.gamma, self.beta)
+            score, total, keep = halt(tap, plan, before, tokens.counted, *scalars, *limits, tokens.notes.get("forced"))
+        else:
+            score = torch.sigmoid(self.gamma * (wide(tap) + self.follow * (layer - plan)) + self.beta)
+            total = before + score
+            keep = total < self.threshold
+            if not self.halt_class:
+                keep = keep | tokens.is_prefix
+            keep = tokens.decide(layer - 1, keep)
+        tokens.notes["cumulative"] = total
+        return score, keep
+
     def _plan(self, layer: int, tokens: Tokens) -> dict[str, Tensor]:
         """Depths in [1, L], noted on the tokens."""
-        planner, blocks = self.planners[str(layer)], self.shape.blocks
+        planner: Any = self.planners[str(layer)]
+        blocks = self.shape.blocks
+        if tokens.rows is not None and self.relative:
+            context = planner.context(image_mean(tokens.x, tokens.rows).to(tokens.x.dtype)) + planner.token.bias
+            moments = (planner.mean, planner.deviation, self.bar)
+            made_with = Plan(
+                planner.token.weight, planner.out.weight[0], planner.out.bias, *moments, self.softness, layer, blocks
+            )
+            standing, tokens.notes["plan"] = plan_rows(tokens.x, tokens.rows, context, made_with)
+            return {"plan": tokens.notes["plan"], "standing": standing}
         x = tokens.x.detach() if self.detach else tokens.x
         if not self.relative:
             plan = 1 + (blocks - 1) * torch.sigmoid(planner(tokens, x))
             record = {"plan": plan}
         else:
-            standing = planner.standing(tokens, x)  # type: ignore[operator]
+            standing = planner.standing(tokens, x)
             plan = layer + (blocks - layer) * torch.sigmoid((standing - self.bar) / self.softness)
             record = {"plan": plan, "standing": standing}
         tokens.notes["plan"] = plan

@@ -154,7 +154,7 @@ def loader(
 class Resident:
     """A small data set decoded once into one uint8 tensor (n, 3, S, S), augmented in batch where it lies.
 
-    S is `store`; by default the native side when all images are square, alike and not above size / 0.875, else that.
+    S is `store`; by default the native side when all images are square, alike and below `size`, else size / 0.875.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Resident:
         images.warm()
         self.size, self.edge, self.num_classes = size, round(size / CROP_PCT), images.num_classes
         width, height = images.image(0).size
-        native = store is None and width == height < self.edge
+        native = store is None and width == height < size
         side = store or (width if native else self.edge)
         pixels = _decode(images, side, native, progress, threads)
         if pixels is None:  # a small square came first, but not all are like it

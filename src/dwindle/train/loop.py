@@ -73,7 +73,7 @@ class Run:
             self.train_images, self.eval_images = first(self.train_images, limit), first(self.eval_images, limit)
         _seed(recipe.seed)
         vit = build_vit(recipe, self.train_images.num_classes)
-        self.preprocess = dataclasses.replace(Preprocess.of(vit), crop_pct=CROP_PCT)
+        self.preprocess = _preprocess(vit, self.train_images)
         for images in (self.train_images, self.eval_images):
             check_labels(images.labels, vit.num_classes)
         method = recipe.make_method()
@@ -404,6 +404,13 @@ class Run:
                 for name, value in row.items():
                     board.add_scalar(name, value, int(row["epoch"]))
         self.noted = len(self.history)
+
+
+def _preprocess(vit: nn.Module, images: Images) -> Preprocess:
+    """Images below the model's size are enlarged whole: of those nothing is to be cut off."""
+    wanted = Preprocess.of(vit)
+    small = min(images.image(0).size) < wanted.size
+    return dataclasses.replace(wanted, crop_pct=1.0 if small else CROP_PCT)
 
 
 def _seed(seed: int) -> None:

@@ -1,0 +1,159 @@
+"""AHT-ViT's planner and supervisor on live rows: a few launches where plain PyTorch takes dozens.
+
+The definitions are the methods' own lines (methods/aht.py); `_ref` repeats them on the sheets the kernels write.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .rows import Rows, _kernels, available
+
+
+def image_mean_ref(x_BND: Tensor, rows: Rows) -> Tensor:
+    """(B, D) float32: mean over the live rows of each image; 0 for an image with none."""
+    images, tokens, width = x_BND.shape
+    live = rows.live()
+    sums = torch.zeros(images, width, device=x_BND.device)
+    sums.index_add_(0, live // tokens, x_BND.reshape(-1, width)[live].float())
+    return sums / rows.starts.diff().clamp_min(1)[:, None]
+
+
+def image_mean(x_BND: Tensor, rows: Rows) -> Tensor:
+    if not available(x_BND):
+        return image_mean_ref(x_BND, rows)
+    images, _, width = x_BND.shape
+    mean = torch.empty(images, width, device=x_BND.device)
+    _kernels().image_mean_kernel[(images, -(-width // 64))](
+        x_BND, rows.rows_R, rows.starts, mean, width, BT=32, BD=64, num_warps=4
+    )
+    return mean
+
+
+class Plan(NamedTuple):
+    """What plans are made with: the planner's second half, its running moments, and the method's bar."""
+
+    token: Tensor  # (hidden, D)
+    out: Tensor  # (hidden)
+    shift: Tensor  # (1)
+    mean: Tensor
+    deviation: Tensor
+    bar: Tensor
+    softness: float
+    layer: int
+    blocks: int
+
+
+def plan_ref(x_BND: Tensor, rows: Rows, context_BH: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """(B, N) each, on live rows: standing, that of relu(W x + context of the image) . w + b; and the planned depth."""
+    images, tokens, width = x_BND.shape
+    live = rows.live()
+    hidden = x_BND.reshape(-1, width)[live].float() @ plan.token.float().T + context_BH.float()[live // tokens]
+    value = torch.relu(hidden) @ plan.out.float() + plan.shift.float()
+    standing = (value - plan.mean.float()) / plan.deviation.float()
+    go = torch.sigmoid((standing - plan.bar.float()) / plan.softness)
+    sheets = torch.zeros(2, images * tokens, device=x_BND.device)
+    sheets[0, live] = standing
+    sheets[1, live] = plan.layer + (plan.blocks - plan.layer) * go
+    return sheets[0].view(images, tokens), sheets[1].view(images, tokens)
+
+
+def plan(x_BND: Tensor, rows: Rows, context_BH: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    if not available(x_BND) or len(plan.token) > 256:
+        return plan_ref(x_BND, rows, context_BH, plan)
+    images, tokens, width = x_BND.shape
+    standing, planned = torch.empty(2, images, tokens, device=x_BND.device)
+    capacity, hidden = images * tokens, len(plan.token)
+    block = 16 if capacity < 4096 else 64
+    _kernels().plan_kernel[(-(-capacity // block),)](
+        x_BND,
+        rows.rows_R,
+        rows.count,
+        plan.token,
+        context_BH,
+        plan.out,
+        plan.shift,
+        plan.mean,
+        plan.deviation,
+        plan.bar,
+        standing,
+        planned,
+        plan.softness,
+        plan.layer,
+        plan.blocks,
+        tokens,
+        width,
+        hidden,
+        PRECISION="ieee" if x_BND.dtype == torch.float32 else "tf32",
+        BM=block,
+        BH=max(16, 2 ** (hidden - 1).bit_length()),
+        BK=32,
+        num_warps=4,
+    )
+    return standing, planned
+
+
+def halt_ref(
+    tap_BN: Tensor,
+    plan_BN: Tensor,
+    sum_BN: Tensor,
+    live_BN: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    follow: float,
+    layer: int,
+    threshold: float,
+    prefix: int,
+    forced_BN: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, their sums and who goes on. prefix: tokens that never halt."""
+    score = torch.sigmoid(gamma * (tap_BN.float() + follow * (layer - plan_BN)) + beta)
+    total = sum_BN + score
+    keep = total < threshold if forced_BN is None else forced_BN > layer
+    if forced_BN is None:
+        keep[:, :prefix] = True
+    return score, total, keep & live_BN
+
+
+def halt(
+    tap_BN: Tensor,
+    plan_BN: Tensor,
+    sum_BN: Tensor,
+    live_BN: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    follow: float,
+    layer: int,
+    threshold: float,
+    prefix: int,
+    forced_BN: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not available(tap_BN):
+        return halt_ref(tap_BN, plan_BN, sum_BN, live_BN, gamma, beta, follow, layer, threshold, prefix, forced_BN)
+    images, tokens = tap_BN.shape
+    score, total = torch.empty_like(sum_BN), torch.empty_like(sum_BN)
+    keep = torch.empty_like(live_BN)
+    _kernels().halt_kernel[(images,)](
+        tap_BN,
+        plan_BN,
+        sum_BN,
+        live_BN.view(torch.uint8),
+        tap_BN if forced_BN is None else forced_BN,
+        score,
+        total,
+        keep.view(torch.uint8),
+        gamma,
+        beta,
+        float(follow),
+        layer,
+        float(threshold),
+        tokens,
+        prefix,
+        FORCED=forced_BN is not None,
+        BN=max(2, 2 ** (tokens - 1).bit_length()),
+        num_warps=4,
+    )
+    return score, total, keep

@@ -1,0 +1,319 @@
+"""The parts of a transformer block on the live rows of a batch, the count of which only the device knows.
+
+The stream x (R, D) holds every token of every image, R = B * N, and stays in place. `Rows` lists the live ones. What a
+block computes in between is compact: entry t belongs to row rows[t], entries from the live count on mean nothing.
+Each function has a twin `_ref` in plain PyTorch, its definition; without Triton, or on a CPU, the twin is what runs.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of the stream are live, as the device knows it."""
+
+    rows_R: Tensor  # int32: the live rows, image after image; the rest is arbitrary
+    starts: Tensor  # (B + 1) int32: where each image's entries begin; the last is the live count
+
+    @property
+    def count(self) -> Tensor:
+        return self.starts[-1:]
+
+    def live(self) -> Tensor:
+        """The list at its true length. Waits for the device: for the twins and for tests."""
+        return self.rows_R[: int(self.starts[-1])].long()
+
+
+@dataclass
+class Affine:
+    """A linear layer as the kernels want it, with the LayerNorm before it folded in where there is one."""
+
+    weight: Tensor  # (out, in), the norm's scale multiplied in
+    bias: Tensor  # (out) float32, the norm's shift and the layer's bias
+    column: Tensor | None  # (out) float32: row sums of the weight, if there is a norm
+    eps: float
+
+    @staticmethod
+    def of(weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm | None = None) -> Affine:
+        wide = weight.detach().float()
+        shift = torch.zeros(len(wide), device=wide.device) if bias is None else bias.detach().float()
+        if norm is None:
+            return Affine(weight.detach().contiguous(), shift, None, 0.0)
+        if norm.bias is not None:
+            shift = shift + wide @ norm.bias.detach().float()
+        scaled = wide if norm.weight is None else wide * norm.weight.detach().float()
+        folded = scaled.to(weight.dtype).contiguous()
+        return Affine(folded, shift, folded.float().sum(1), norm.eps)
+
+
+def activate(x: Tensor, name: str) -> Tensor:
+    if name == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    functions: dict[str, Any] = {
+        "none": lambda x: x,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "silu": F.silu,
+        "relu": F.relu,
+    }
+    return functions[name](x)
+
+
+def normed_linear_ref(
+    x_RD: Tensor, rows: Rows, layer: Affine, act: str, tap_R: Tensor | None = None, neuron: int = 0
+) -> Tensor:
+    """(R, out) compact: act(W norm(x) + b); the neuron's value before `act` goes to its row of `tap`."""
+    live = rows.live()
+    x = x_RD[live].float()
+    y = x @ layer.weight.float().T
+    if layer.column is not None:
+        mean = x.mean(-1, keepdim=True)
+        y = (y - mean * layer.column) * torch.rsqrt(x.var(-1, correction=0, keepdim=True) + layer.eps)
+    y = y + layer.bias
+    if tap_R is not None:
+        tap_R[live] = y[:, neuron].to(tap_R.dtype)
+    out = x_RD.new_zeros(len(x_RD), len(layer.bias))
+    out[: len(live)] = activate(y, act).to(out.dtype)
+    return out
+
+
+def normed_linear(
+    x_RD: Tensor, rows: Rows, layer: Affine, act: str, tap_R: Tensor | None = None, neuron: int = 0
+) -> Tensor:
+    if not available(x_RD):
+        return normed_linear_ref(x_RD, rows, layer, act, tap_R, neuron)
+    kernels = _kernels()
+    (capacity, width), out = x_RD.shape, len(layer.bias)
+    y = x_RD.new_empty(capacity, out)
+    mean = rstd = y
+    norm = "none" if layer.column is None else "inline"
+    tile = linear_tile(capacity, out, width, x_RD.dtype)
+    if norm == "inline" and tile.moments:
+        norm = "given"
+        mean, rstd = (torch.empty(capacity, device=x_RD.device) for _ in range(2))
+        block = 2 ** (width - 1).bit_length()
+        kernels.moments_kernel[(-(-capacity // 8),)](
+            x_RD, rows.rows_R, rows.count, mean, rstd, layer.eps, width, BM=8, BK=block, num_warps=4
+        )
+    kernels.normed_linear_kernel[(-(-capacity // tile.m) * -(-out // tile.n),)](
+        x_RD,
+        rows.rows_R,
+        rows.count,
+        layer.weight,
+        layer.bias,
+        layer.bias if layer.column is None else layer.column,
+        mean,
+        rstd,
+        y,
+        y if tap_R is None else tap_R,
+        neuron,
+        layer.eps,
+        out,
+        width,
+        NORM=norm,
+        TAP=tap_R is not None,
+        ACT=act,
+        PRECISION=_precision(x_RD),
+        BM=tile.m,
+        BN=tile.n,
+        BK=tile.k,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return y
+
+
+def add_linear_ref(x_RD: Tensor, rows: Rows, h: Tensor, layer: Affine, scale: Tensor) -> None:
+    """x += scale * (W h + b) on the live rows, in place. h (R, in) is compact."""
+    live = rows.live()
+    update = (h[: len(live)].float() @ layer.weight.float().T + layer.bias) * scale
+    x_RD[live] = (x_RD[live].float() + update).to(x_RD.dtype)
+
+
+def add_linear(x_RD: Tensor, rows: Rows, h: Tensor, layer: Affine, scale: Tensor) -> None:
+    if not available(x_RD):
+        return add_linear_ref(x_RD, rows, h, layer, scale)
+    (capacity, inner), out = h.shape, x_RD.shape[1]
+    tile = linear_tile(capacity, out, inner, h.dtype)
+    _kernels().add_linear_kernel[(-(-capacity // tile.m) * -(-out // tile.n),)](
+        h,
+        x_RD,
+        rows.rows_R,
+        rows.count,
+        layer.weight,
+        layer.bias,
+        scale,
+        out,
+        inner,
+        PRECISION=_precision(h),
+        BM=tile.m,
+        BN=tile.n,
+        BK=tile.k,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+class HeadNorm(NamedTuple):
+    """LayerNorms of queries and keys over the head size."""
+
+    q_weight: Tensor
+    q_bias: Tensor
+    k_weight: Tensor
+    k_bias: Tensor
+    eps: float
+
+
+def attend_rows_ref(
+    qkv: Tensor, rows: Rows, heads: int, longest: int, scale: float, bias_R: Tensor | None, norm: HeadNorm | None = None
+) -> Tensor:
+    """(R, H * E) compact: attention within each image. qkv (R, 3 * H * E); bias: of a row as a key."""
+    out = qkv.new_zeros(len(qkv), qkv.shape[1] // 3)
+    bounds = rows.starts.tolist()
+    for start, end in pairwise(bounds):
+        if start == end:
+            continue
+        q, k, v = qkv[start:end].float().unflatten(1, (3, heads, -1)).permute(1, 2, 0, 3)
+        if norm is not None:
+            size = (q.shape[-1],)
+            q = F.layer_norm(q, size, norm.q_weight.float(), norm.q_bias.float(), norm.eps)
+            k = F.layer_norm(k, size, norm.k_weight.float(), norm.k_bias.float(), norm.eps)
+        scores = q @ k.transpose(1, 2) * scale
+        if bias_R is not None:
+            scores = scores + bias_R[rows.rows_R[start:end].long()].float()
+        out[start:end] = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1).to(out.dtype)
+    return out
+
+
+def attend_rows(
+    qkv: Tensor, rows: Rows, heads: int, longest: int, scale: float, bias_R: Tensor | None, norm: HeadNorm | None = None
+) -> Tensor:
+    """longest: tokens an image can have."""
+    if not available(qkv):
+        return attend_rows_ref(qkv, rows, heads, longest, scale, bias_R, norm)
+    size = qkv.shape[1] // 3 // heads
+    out = qkv.new_empty(len(qkv), heads * size)
+    tile = attention_tile(longest, size, len(rows.starts) - 1, qkv.dtype)
+    at = norm or HeadNorm(qkv, qkv, qkv, qkv, 0.0)
+    _kernels().attend_kernel[(-(-longest // tile.m), heads, len(rows.starts) - 1)](
+        qkv,
+        rows.starts,
+        rows.rows_R,
+        qkv if bias_R is None else bias_R,
+        out,
+        at.q_weight,
+        at.q_bias,
+        at.k_weight,
+        at.k_bias,
+        scale,
+        at.eps,
+        heads,
+        size,
+        BIAS=bias_R is not None,
+        QK_NORM=norm is not None,
+        PRECISION=_precision(qkv),
+        BQ=tile.m,
+        BJ=tile.n,
+        BE=max(16, 2 ** (size - 1).bit_length()),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def compact_ref(live_BN: Tensor) -> Rows:
+    """The list of live rows, made on the device."""
+    flat = live_BN.flatten()
+    place = flat.cumsum(0)
+    rows = torch.zeros(len(flat) + 1, dtype=torch.int32, device=flat.device)
+    # Those who are not live write to an entry behind the list.
+    target = torch.where(flat, place - 1, len(flat))
+    rows[target] = torch.arange(len(flat), device=flat.device, dtype=torch.int32)
+    counts = live_BN.sum(1)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    return Rows(rows[:-1], starts)
+
+
+def compact(live_BN: Tensor) -> Rows:
+    if not available(live_BN):
+        return compact_ref(live_BN)
+    images, tokens = live_BN.shape
+    block = max(2, 2 ** (tokens - 1).bit_length())
+    live = live_BN.view(torch.uint8)
+    rows = torch.empty(images * tokens, dtype=torch.int32, device=live.device)
+    starts = torch.empty(images + 1, dtype=torch.int32, device=live.device)
+    # Few images: each counts those before it itself, which saves a launch.
+    counted = images > (1 if interpreted() else 32)
+    counts = torch.empty(images if counted else 0, dtype=torch.int32, device=live.device)
+    if counted:
+        _kernels().count_kernel[(images,)](live, counts, tokens, BN=block)
+    _kernels().compact_kernel[(images,)](live, counts, rows, starts, images, tokens, COUNTED=counted, BN=block, BB=1024)
+    return Rows(rows, starts)
+
+
+class Tile(NamedTuple):
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    moments: bool = False  # of a norm in a launch of their own
+
+
+def linear_tile(rows: int, out: int, inner: int, dtype: torch.dtype) -> Tile:
+    """How a linear layer is cut: small batches want many programs, large ones large tiles."""
+    if interpreted():
+        return Tile(32, 32, 32, 4, 1, moments=rows > 100)
+    if dtype == torch.float32:
+        return Tile(64, 64, 32, 4, 2)
+    if rows <= 512:
+        return Tile(32, 64, 64, 4, 4)
+    if rows <= 2048:
+        return Tile(64, 64, 64, 4, 4)
+    if rows <= 8192:
+        return Tile(128, 64, 64, 4, 4)
+    return Tile(128, 128, 64, 8, 4, moments=True)
+
+
+def attention_tile(longest: int, size: int, images: int, dtype: torch.dtype) -> Tile:
+    if interpreted():
+        return Tile(16, 16, 0, 4, 1)
+    if dtype == torch.float32:
+        return Tile(32, 32, 0, 4, 1)
+    if size > 64:
+        return Tile(64, 64, 0, 4, 2)
+    return Tile(64, 64, 0, 4, 3) if images * longest <= 8192 else Tile(128, 64, 0, 8, 3)
+
+
+def interpreted() -> bool:
+    """Triton's kernels run as Python on the CPU: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def available(x: Tensor) -> bool:
+    return (x.is_cuda or interpreted()) and _kernels() is not None
+
+
+@cache
+def _kernels() -> Any:
+    try:
+        from . import rows_triton
+    except ImportError:
+        return None
+    return rows_triton
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"

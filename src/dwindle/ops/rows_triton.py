@@ -1,0 +1,365 @@
+"""Triton kernels over the live rows of a batch. The plain twins and the meaning of every argument: `rows.py`.
+
+Each is launched for as many rows as there can be. A program whose rows lie beyond the live count, which it reads from
+device memory, ends at once: so the host need not know the count, and the whole network is one CUDA graph.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(x, ACT: tl.constexpr):
+    if ACT == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACT == "gelu_tanh":
+        # tanh(u) = 2 sigmoid(2u) - 1, so x (1 + tanh(u)) / 2 = x sigmoid(2u)
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACT == "quick_gelu":
+        return x * tl.sigmoid(1.702 * x)
+    elif ACT == "silu":
+        return x * tl.sigmoid(x)
+    elif ACT == "relu":
+        return tl.maximum(x, 0.0)
+    else:
+        return x
+
+
+@triton.jit
+def moments_kernel(x_ptr, rows_ptr, count_ptr, mean_ptr, rstd_ptr, eps, K, BM: tl.constexpr, BK: tl.constexpr):
+    live = tl.load(count_ptr)
+    begin = tl.program_id(0) * BM
+    if begin >= live:
+        return
+    t = begin + tl.arange(0, BM)
+    row = tl.load(rows_ptr + t, mask=t < live, other=0).to(tl.int64)
+    k = tl.arange(0, BK)
+    x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask=(t < live)[:, None] & (k < K)[None, :], other=0.0)
+    x = x.to(tl.float32)
+    mean = tl.sum(x, 1) / K
+    away = tl.where((k < K)[None, :], x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(away * away, 1) / K + eps)
+    tl.store(mean_ptr + t, mean, mask=t < live)
+    tl.store(rstd_ptr + t, rstd, mask=t < live)
+
+
+@triton.jit
+def normed_linear_kernel(
+    x_ptr,
+    rows_ptr,
+    count_ptr,
+    w_ptr,
+    b_ptr,
+    c_ptr,
+    mean_ptr,
+    rstd_ptr,
+    y_ptr,
+    tap_ptr,
+    neuron,
+    eps,
+    N,
+    K,
+    NORM: tl.constexpr,  # none | inline: moments on the way | given: read them
+    TAP: tl.constexpr,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    live = tl.load(count_ptr)
+    columns = tl.cdiv(N, BN)
+    begin = (tl.program_id(0) // columns) * BM
+    if begin >= live:
+        return
+    t = begin + tl.arange(0, BM)
+    n = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    row = tl.load(rows_ptr + t, mask=t < live, other=0).to(tl.int64)
+    x_at = x_ptr + row[:, None] * K + k[None, :]
+    w_at = w_ptr + n[None, :] * K + k[:, None]
+    acc = tl.zeros((BM, BN), tl.float32)
+    first = tl.zeros((BM,), tl.float32)
+    second = tl.zeros((BM,), tl.float32)
+    for begin_k in range(0, K, BK):
+        inside = k < K - begin_k
+        x = tl.load(x_at, mask=(t < live)[:, None] & inside[None, :], other=0.0)
+        w = tl.load(w_at, mask=(n < N)[None, :] & inside[:, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        if NORM == "inline":
+            wide = x.to(tl.float32)
+            first += tl.sum(wide, 1)
+            second += tl.sum(wide * wide, 1)
+        x_at += BK
+        w_at += BK
+    if NORM == "inline":
+        mean = first / K
+        rstd = tl.rsqrt(tl.maximum(second / K - mean * mean, 0.0) + eps)
+    if NORM == "given":
+        mean = tl.load(mean_ptr + t, mask=t < live, other=0.0)
+        rstd = tl.load(rstd_ptr + t, mask=t < live, other=0.0)
+    if NORM != "none":
+        # W (x - mean) = W x - mean * (row sums of W)
+        c = tl.load(c_ptr + n, mask=n < N, other=0.0)
+        acc = (acc - mean[:, None] * c[None, :]) * rstd[:, None]
+    acc += tl.load(b_ptr + n, mask=n < N, other=0.0)[None, :]
+    inside = (t < live)[:, None] & (n < N)[None, :]
+    if TAP:
+        tl.store(tap_ptr + row[:, None] + tl.zeros_like(n)[None, :], acc, mask=inside & (n == neuron)[None, :])
+    acc = activate(acc, ACT)
+    tl.store(y_ptr + t.to(tl.int64)[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_linear_kernel(
+    h_ptr,
+    x_ptr,
+    rows_ptr,
+    count_ptr,
+    w_ptr,
+    b_ptr,
+    s_ptr,
+    N,
+    K,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    live = tl.load(count_ptr)
+    columns = tl.cdiv(N, BN)
+    begin = (tl.program_id(0) // columns) * BM
+    if begin >= live:
+        return
+    t = begin + tl.arange(0, BM)
+    n = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    h_at = h_ptr + t.to(tl.int64)[:, None] * K + k[None, :]
+    w_at = w_ptr + n[None, :] * K + k[:, None]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for begin_k in range(0, K, BK):
+        inside = k < K - begin_k
+        h = tl.load(h_at, mask=(t < live)[:, None] & inside[None, :], other=0.0)
+        w = tl.load(w_at, mask=(n < N)[None, :] & inside[:, None], other=0.0)
+        acc = tl.dot(h, w, acc, input_precision=PRECISION)
+        h_at += BK
+        w_at += BK
+    acc = (acc + tl.load(b_ptr + n, mask=n < N, other=0.0)[None, :]) * tl.load(s_ptr + n, mask=n < N, other=0.0)[
+        None, :
+    ]
+    row = tl.load(rows_ptr + t, mask=t < live, other=0).to(tl.int64)
+    inside = (t < live)[:, None] & (n < N)[None, :]
+    x_at = x_ptr + row[:, None] * N + n[None, :]
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x_at, (x + acc).to(x_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def head_norm(x, w_ptr, b_ptr, eps, e, E, DTYPE: tl.constexpr):
+    """LayerNorm over the last axis of a tile whose columns beyond E are 0."""
+    wide = x.to(tl.float32)
+    mean = tl.sum(wide, 1) / E
+    away = tl.where((e < E)[None, :], wide - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(away * away, 1) / E + eps)
+    w = tl.load(w_ptr + e, mask=e < E, other=0.0)
+    b = tl.load(b_ptr + e, mask=e < E, other=0.0)
+    return (away * rstd[:, None] * w[None, :] + b[None, :]).to(DTYPE)
+
+
+@triton.jit
+def attend_kernel(
+    qkv_ptr,
+    starts_ptr,
+    rows_ptr,
+    bias_ptr,
+    out_ptr,
+    qw_ptr,
+    qb_ptr,
+    kw_ptr,
+    kb_ptr,
+    scale,
+    eps,
+    H,
+    E,
+    BIAS: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BQ: tl.constexpr,
+    BJ: tl.constexpr,
+    BE: tl.constexpr,
+):
+    head, image = tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts_ptr + image)
+    length = tl.load(starts_ptr + image + 1) - start
+    begin = tl.program_id(0) * BQ
+    if begin >= length:
+        return
+    e, i, j = tl.arange(0, BE), begin + tl.arange(0, BQ), tl.arange(0, BJ)
+    width = H * E
+    base = qkv_ptr + start.to(tl.int64) * 3 * width + head * E
+    dtype = qkv_ptr.dtype.element_ty
+    q = tl.load(base + i[:, None] * (3 * width) + e[None, :], mask=(i < length)[:, None] & (e < E)[None, :], other=0.0)
+    if QK_NORM:
+        q = head_norm(q, qw_ptr, qb_ptr, eps, e, E, dtype)
+    top = tl.full((BQ,), float("-inf"), tl.float32)
+    total = tl.zeros((BQ,), tl.float32)
+    acc = tl.zeros((BQ, BE), tl.float32)
+    log2e: tl.constexpr = 1.4426950408889634
+    for begin_j in range(0, length, BJ):
+        at = begin_j + j
+        seen = at < length
+        inside = seen[:, None] & (e < E)[None, :]
+        k = tl.load(base + width + at[:, None] * (3 * width) + e[None, :], mask=inside, other=0.0)
+        if QK_NORM:
+            k = head_norm(k, kw_ptr, kb_ptr, eps, e, E, dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * log2e)
+        if BIAS:
+            row = tl.load(rows_ptr + start + at, mask=seen, other=0)
+            scores += (tl.load(bias_ptr + row, mask=seen, other=0.0) * log2e)[None, :]
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(base + 2 * width + at[:, None] * (3 * width) + e[None, :], mask=inside, other=0.0)
+        acc = tl.dot(weights.to(dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        top = higher
+    out = out_ptr + (start + i).to(tl.int64)[:, None] * width + head * E + e[None, :]
+    tl.store(out, (acc / total[:, None]).to(dtype), mask=(i < length)[:, None] & (e < E)[None, :])
+
+
+@triton.jit
+def count_kernel(live_ptr, counts_ptr, N, BN: tl.constexpr):
+    image = tl.program_id(0)
+    n = tl.arange(0, BN)
+    live = tl.load(live_ptr + image * N + n, mask=n < N, other=0)
+    tl.store(counts_ptr + image, tl.sum((live != 0).to(tl.int32), 0))
+
+
+@triton.jit
+def compact_kernel(
+    live_ptr, counts_ptr, rows_ptr, starts_ptr, images, N, COUNTED: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr
+):
+    """starts: of each image, and of the end; rows: the live ones, image after image, in order."""
+    image = tl.program_id(0)
+    before = tl.zeros((BB,), tl.int32)
+    if COUNTED:
+        for begin in range(0, image, BB):
+            b = begin + tl.arange(0, BB)
+            before += tl.load(counts_ptr + b, mask=b < image, other=0)
+    else:
+        for begin in range(0, image * N, BB):
+            at = begin + tl.arange(0, BB)
+            before += (tl.load(live_ptr + at, mask=at < image * N, other=0) != 0).to(tl.int32)
+    start = tl.sum(before, 0)
+    n = tl.arange(0, BN)
+    live = (tl.load(live_ptr + image * N + n, mask=n < N, other=0) != 0).to(tl.int32)
+    place = start + tl.cumsum(live, 0) - 1
+    tl.store(rows_ptr + place, image * N + n, mask=live != 0)
+    tl.store(starts_ptr + image, start)
+    if image == images - 1:
+        tl.store(starts_ptr + images, start + tl.sum(live, 0))
+
+
+@triton.jit
+def image_mean_kernel(x_ptr, rows_ptr, starts_ptr, mean_ptr, D, BT: tl.constexpr, BD: tl.constexpr):
+    image = tl.program_id(0)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    start = tl.load(starts_ptr + image)
+    end = tl.load(starts_ptr + image + 1)
+    acc = tl.zeros((BT, BD), tl.float32)
+    for begin in range(start, end, BT):
+        t = begin + tl.arange(0, BT)
+        row = tl.load(rows_ptr + t, mask=t < end, other=0).to(tl.int64)
+        inside = (t < end)[:, None] & (d < D)[None, :]
+        acc += tl.load(x_ptr + row[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(acc, 0) / tl.maximum(end - start, 1)
+    tl.store(mean_ptr + image * D + d, mean, mask=d < D)
+
+
+@triton.jit
+def plan_kernel(
+    x_ptr,
+    rows_ptr,
+    count_ptr,
+    w_ptr,
+    context_ptr,
+    out_ptr,
+    shift_ptr,
+    mean_ptr,
+    deviation_ptr,
+    bar_ptr,
+    standing_ptr,
+    plan_ptr,
+    softness,
+    layer,
+    blocks,
+    N,
+    K,
+    H,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BH: tl.constexpr,
+    BK: tl.constexpr,
+):
+    live = tl.load(count_ptr)
+    begin = tl.program_id(0) * BM
+    if begin >= live:
+        return
+    t = begin + tl.arange(0, BM)
+    h = tl.arange(0, BH)
+    k = tl.arange(0, BK)
+    row = tl.load(rows_ptr + t, mask=t < live, other=0)
+    acc = tl.zeros((BM, BH), tl.float32)
+    for begin_k in range(0, K, BK):
+        at = begin_k + k
+        inside = (t < live)[:, None] & (at < K)[None, :]
+        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * K + at[None, :], mask=inside, other=0.0)
+        w = tl.load(w_ptr + h[None, :] * K + at[:, None], mask=(h < H)[None, :] & (at < K)[:, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+    inside = (t < live)[:, None] & (h < H)[None, :]
+    acc += tl.load(context_ptr + (row // N)[:, None] * H + h[None, :], mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(out_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+    value = tl.sum(tl.maximum(acc, 0.0) * weight[None, :], 1) + tl.load(shift_ptr).to(tl.float32)
+    standing = (value - tl.load(mean_ptr).to(tl.float32)) / tl.load(deviation_ptr).to(tl.float32)
+    plan = layer + (blocks - layer) * tl.sigmoid((standing - tl.load(bar_ptr).to(tl.float32)) / softness)
+    tl.store(standing_ptr + row, standing, mask=t < live)
+    tl.store(plan_ptr + row, plan, mask=t < live)
+
+
+@triton.jit
+def halt_kernel(
+    tap_ptr,
+    plan_ptr,
+    sum_ptr,
+    live_ptr,
+    forced_ptr,
+    score_ptr,
+    new_sum_ptr,
+    keep_ptr,
+    gamma_ptr,
+    beta_ptr,
+    follow,
+    layer,
+    threshold,
+    N,
+    prefix,
+    FORCED: tl.constexpr,
+    BN: tl.constexpr,
+):
+    n = tl.arange(0, BN)
+    at = tl.program_id(0) * N + n
+    inside = n < N
+    live = tl.load(live_ptr + at, mask=inside, other=0) != 0
+    tap = tl.load(tap_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    plan = tl.load(plan_ptr + at, mask=inside, other=0.0)
+    gamma, beta = tl.load(gamma_ptr).to(tl.float32), tl.load(beta_ptr).to(tl.float32)
+    score = tl.sigmoid(gamma * (tap + follow * (layer - plan)) + beta)
+    total = tl.load(sum_ptr + at, mask=inside, other=0.0) + score
+    if FORCED:
+        keep = tl.load(forced_ptr + at, mask=inside, other=0) > layer
+    else:
+        keep = (total < threshold) | (n < prefix)
+    tl.store(score_ptr + at, score, mask=inside)
+    tl.store(new_sum_ptr + at, total, mask=inside)
+    tl.store(keep_ptr + at, (keep & live).to(tl.uint8), mask=inside)

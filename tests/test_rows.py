@@ -1,0 +1,166 @@
+"""The kernels over live rows against their plain twins: under Triton's interpreter, or on a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dwindle.ops import planner
+from dwindle.ops import rows as ops
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+WITH_KERNELS = CUDA or ops.interpreted()
+
+if not WITH_KERNELS:
+
+    @pytest.mark.skipif(not pytest.importorskip("triton"), reason="Triton is not here")
+    def test_kernels_in_the_interpreter():
+        """Triton decides when it is imported whether to interpret: a process of its own."""
+        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", __file__]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:]
+        assert "passed" in done.stdout and "skipped" not in done.stdout
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16] if CUDA else [torch.float32]
+kernels = pytest.mark.skipif(not WITH_KERNELS, reason="needs a GPU or TRITON_INTERPRET=1")
+several_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def some_rows(live_BN: torch.Tensor) -> ops.Rows:
+    return ops.compact_ref(live_BN.to(DEVICE))
+
+
+def random_live(images: int, tokens: int, share: float, seed: int) -> torch.Tensor:
+    return torch.rand(images, tokens, generator=torch.Generator().manual_seed(seed)) < share
+
+
+@torch.no_grad()
+def twice(ours: torch.Tensor, reference: torch.Tensor, exact: torch.Tensor) -> None:
+    """At most twice the error of plain PyTorch in the same dtype, both against float64 or float32."""
+    error, allowed = (ours.double() - exact.double()).abs().max(), (reference.double() - exact.double()).abs().max()
+    assert error <= 2 * allowed + 1e-5 * max(1.0, float(exact.abs().max())), (float(error), float(allowed))
+
+
+@kernels
+@given(st.integers(1, 5), st.integers(1, 40), st.floats(0, 1), st.integers(0, 99))
+@settings(max_examples=25, deadline=None)
+def test_compact(images, tokens, share, seed):
+    live = random_live(images, tokens, share, seed).to(DEVICE)
+    ours, theirs = ops.compact(live), ops.compact_ref(live)
+    assert ours.starts.tolist() == theirs.starts.tolist()
+    assert ours.live().tolist() == theirs.live().tolist() == live.flatten().nonzero()[:, 0].tolist()
+
+
+@kernels
+@several_dtypes
+@pytest.mark.parametrize("act", ops.ACTIVATIONS)
+@pytest.mark.parametrize("normed", [True, False])
+def test_normed_linear(dtype, act, normed):
+    torch.manual_seed(0)
+    images, tokens, width, out = (3, 50, 48, 70) if not CUDA else (7, 197, 192, 392)
+    rows = some_rows(random_live(images, tokens, 0.6, 1))
+    x = (torch.randn(images * tokens, width, device=DEVICE) * 2 + 0.5).to(dtype)
+    norm = nn.LayerNorm(width, eps=1e-6, device=DEVICE) if normed else None
+    if norm is not None:
+        nn.init.normal_(norm.weight, 1.0, 0.1)
+        nn.init.normal_(norm.bias, 0.0, 0.1)
+    linear = nn.Linear(width, out, device=DEVICE).to(dtype)
+    layer = ops.Affine.of(linear.weight, linear.bias, norm)
+    tap = torch.zeros(images * tokens, device=DEVICE)
+    ours = ops.normed_linear(x, rows, layer, act, tap, 5)
+    live = rows.live()
+
+    def plain(kind: torch.dtype) -> torch.Tensor:
+        h = x[live].to(kind)
+        if norm is not None:
+            h = nn.functional.layer_norm(h, (width,), norm.weight.to(kind), norm.bias.to(kind), norm.eps)
+        return h @ linear.weight.to(kind).T + linear.bias.to(kind)
+
+    exact, rough = plain(torch.float64), plain(dtype)
+    twice(ours[: len(live)], ops.activate(rough, act), ops.activate(exact, act))
+    twice(tap[live], rough[:, 5], exact[:, 5])
+    assert (tap[[i for i in range(len(tap)) if i not in set(live.tolist())]] == 0).all()
+
+
+@kernels
+@several_dtypes
+def test_add_linear_touches_only_live_rows(dtype):
+    torch.manual_seed(0)
+    images, tokens, inner, width = (3, 40, 70, 48) if not CUDA else (7, 197, 768, 192)
+    rows = some_rows(random_live(images, tokens, 0.5, 2))
+    x = torch.randn(images * tokens, width, device=DEVICE).to(dtype)
+    h = torch.randn(images * tokens, inner, device=DEVICE).to(dtype)
+    linear, scale = nn.Linear(inner, width, device=DEVICE).to(dtype), torch.rand(width, device=DEVICE)
+    before, live = x.clone(), rows.live()
+    ops.add_linear(x, rows, h, ops.Affine.of(linear.weight, linear.bias), scale)
+
+    def plain(kind: torch.dtype) -> torch.Tensor:
+        part = h[: len(live)].to(kind) @ linear.weight.to(kind).T + linear.bias.to(kind)
+        return before[live].to(kind) + part * scale.to(kind)
+
+    twice(x[live], plain(dtype), plain(torch.float64))
+    halted = torch.ones(len(x), dtype=torch.bool, device=DEVICE)
+    halted[live] = False
+    assert torch.equal(x[halted], before[halted])
+
+
+@kernels
+@several_dtypes
+@pytest.mark.parametrize("size", [16, 20, 32] if not CUDA else [32, 64, 80, 128])
+@pytest.mark.parametrize("extras", ["none", "bias", "norm", "both"])
+def test_attend_rows(dtype, size, extras):
+    torch.manual_seed(0)
+    images, tokens, heads = 4, 37 if not CUDA else 263, 2
+    live = random_live(images, tokens, 0.6, 3)
+    live[1] = False  # an image that is done
+    live[2] = False
+    live[2, 7] = True  # and one with a single token left
+    rows = some_rows(live)
+    qkv = torch.randn(images * tokens, 3 * heads * size, device=DEVICE).to(dtype)
+    bias = torch.rand(images * tokens, device=DEVICE) * 3 if extras in ("bias", "both") else None
+    norm = None
+    if extras in ("norm", "both"):
+        norm = ops.HeadNorm(*(torch.rand(size, device=DEVICE) + i % 2 for i in range(4)), 1e-6)
+    ours = ops.attend_rows(qkv, rows, heads, tokens, size**-0.5, bias, norm)
+    exact = ops.attend_rows_ref(qkv.float(), rows, heads, tokens, size**-0.5, bias, norm)
+    rough = ops.attend_rows_ref(qkv, rows, heads, tokens, size**-0.5, bias, norm)
+    many = len(rows.live())
+    if dtype != torch.float32:  # what rounding the weights costs plain attention too
+        rough = rough + exact.abs().max() * torch.finfo(dtype).eps
+    twice(ours[:many], rough[:many], exact[:many])
+
+
+@kernels
+@several_dtypes
+@given(st.integers(1, 4), st.integers(1, 30), st.floats(0, 1), st.booleans(), st.integers(0, 99))
+@settings(max_examples=10, deadline=None)
+def test_planner_and_supervisor(dtype, images, tokens, share, forcing, seed):
+    torch.manual_seed(seed)
+    width, hidden, layer = 40, 12, 3
+    live = random_live(images, tokens, share, seed).to(DEVICE)
+    rows = some_rows(live)
+    x = torch.randn(images, tokens, width, device=DEVICE).to(dtype)
+    mean, wanted = planner.image_mean(x, rows), planner.image_mean_ref(x, rows)
+    torch.testing.assert_close(mean, wanted, atol=1e-5, rtol=1e-4)
+    weights = [torch.randn(size, device=DEVICE).to(dtype) for size in ((hidden, width), (hidden,), (1,))]
+    scalars = [torch.tensor(value, device=DEVICE) for value in (0.3, 2.0, -0.1)]
+    made_with = planner.Plan(*weights, *scalars, 0.1, layer, 12)
+    context = torch.randn(images, hidden, device=DEVICE).to(dtype)
+    ours, theirs = planner.plan(x, rows, context, made_with), planner.plan_ref(x, rows, context, made_with)
+    for mine, its in zip(ours, theirs):
+        torch.testing.assert_close(mine[live], its[live], atol=1e-3, rtol=1e-3)
+    tap, before = torch.randn(images, tokens, device=DEVICE), torch.rand(images, tokens, device=DEVICE)
+    forced = torch.randint(1, 6, (images, tokens), device=DEVICE) if forcing else None
+    gamma, beta = torch.tensor(0.7, device=DEVICE), torch.tensor(0.2, device=DEVICE)
+    given_to_both = (tap, theirs[1], before, live, gamma, beta, 3.0, layer, 0.9, 1, forced)
+    for mine, its in zip(planner.halt(*given_to_both), planner.halt_ref(*given_to_both)):
+        torch.testing.assert_close(mine[live], its[live], atol=1e-5, rtol=1e-5)
+    assert not planner.halt(*given_to_both)[2][~live].any()
