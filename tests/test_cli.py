@@ -149,7 +149,7 @@ def test_commands_and_flags_are_frozen():
         "report": ["RUN", "--out", "--data", "--against", "--limit", "--batch", "--device"],
         "search": ["RECIPE", "--data", "--out", "--trials", "--holdout", "--set", "--limit", "--device"],
         "eval": ["CHECKPOINT", "--data", "--layout", "--threshold", "--batch", "--limit", "--workers", "--device"],
-        "bench": ["MODEL", "--batch", "--fraction", "--dtype", "--seconds", "--device"],
+        "bench": ["MODEL", "--batch", "--fraction", "--dtype", "--seconds", "--static", "--data", "--device"],
         "view": ["CHECKPOINT", "IMAGES", "--out", "--threshold", "--device"],
         "methods": [],
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -79,7 +80,40 @@ def milliseconds(calls: Sequence[Callable[[], Any]], seconds: float, device: tor
     return times
 
 
-@torch.inference_mode()
+def some_photos(model: AdaptiveViT, data: str, count: int) -> Tensor:
+    """Up to `count` evaluation images as the model takes them."""
+    from .images import preprocess_of
+    from .train.data import limit, open_data
+
+    images = limit(open_data(data, "test"), min(count, 256), seed=0)
+    images.transform = preprocess_of(model).eval_transform()
+    return torch.stack([images[i][0] for i in range(len(images))])
+
+
+def static_calls(model: AdaptiveViT, images: Tensor, variants: Sequence[str]) -> dict[str, Callable[[], Any]]:
+    """The wrapped model without us: 'eager', 'graph' (as a CUDA graph), 'compile' (torch.compile, max-autotune)."""
+    vit = copy.deepcopy(model).unwrap()
+    calls: dict[str, Callable[[], Any]] = {"eager": partial(vit, images)}
+    if "graph" in variants:
+        calls["graph"] = _recorded(partial(vit, images))
+    if "compile" in variants:
+        calls["compile"] = partial(torch.compile(vit, mode="max-autotune"), images)
+    return {name: calls[name] for name in variants}
+
+
+def _recorded(call: Callable[[], Any]) -> Callable[[], None]:
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def bench(
     model: AdaptiveViT,
     batches: Sequence[int],
@@ -88,29 +122,73 @@ def bench(
     dtype: str = "fp32",
     seconds: float = 4.0,
     progress: Callable[[dict[str, Any]], None] | None = None,
+    static: Sequence[str] | None = None,
+    photos: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Forced depths replace only the outcome of decisions: the method's scores and the compaction run and are timed."""
+    """Forced depths replace only the outcome of decisions: the method's scores and the compaction run and are timed.
+
+    static: variants to time against, by default all of a GPU's, 'eager' on a CPU; the best is what counts.
+    photos: real images, for which the model decides by itself; `fractions` are left out.
+    """
     place = torch.device(device)
+    on_gpu = place.type == "cuda"
     model = model.eval().to(place, DTYPES[dtype])
+    shape = model.backbone.shape
+    variants = list(static or (("eager", "graph", "compile") if on_gpu else ("eager",)))
     rows = []
     for batch in batches:
-        images = torch.randn(batch, model.backbone.shape.channels, *model.backbone.shape.image).to(place, DTYPES[dtype])
-        for fraction in fractions:
-            depths = forced_depths(batch, model.backbone.shape, fraction).to(place)
-            calls = [partial(model.vit, images), partial(model, images, depths=depths)]
-            static, adaptive = milliseconds(calls, seconds, place)
-            row = {
-                "batch": batch,
-                "fraction": fraction,
-                "static_ms": round(statistics.median(static), 3),
-                "adaptive_ms": round(statistics.median(adaptive), 3),
-                # Each round's own ratio: a slow moment of the machine hits both sides of it.
-                "speedup": round(statistics.median(s / a for s, a in zip(static, adaptive)), 3),
-                "spread": round(statistics.pstdev(s / a for s, a in zip(static, adaptive)), 3),
-                "rounds": len(static),
-            }
-            rows.append(row)
-            if progress:
-                progress(row)
-    name = torch.cuda.get_device_name(place) if place.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)"
+        if photos is None:
+            images = torch.randn(batch, shape.channels, *shape.image)
+        else:
+            images = photos[torch.arange(batch) % len(photos)]
+        images = images.to(place, DTYPES[dtype])
+        with torch.inference_mode():
+            plain = static_calls(model, images, variants)
+            for fraction in fractions if photos is None else [None]:
+                row = _row(model, images, plain, fraction, seconds)
+                rows.append(row)
+                if progress:
+                    progress(row)
+    name = torch.cuda.get_device_name(place) if on_gpu else f"cpu ({torch.get_num_threads()} threads)"
     return {"rows": rows, "device": name, "dtype": dtype, "torch": torch.__version__}
+
+
+def _row(
+    model: AdaptiveViT,
+    images: Tensor,
+    plain: dict[str, Callable[[], Any]],
+    fraction: float | None,
+    seconds: float,
+) -> dict[str, Any]:
+    place = images.device
+    depths = None if fraction is None else forced_depths(len(images), model.backbone.shape, fraction).to(place)
+    adaptive: dict[str, Callable[[], Any]] = {"adaptive": partial(model, images, depths=depths)}
+    if place.type == "cuda":
+        adaptive["packed"] = partial(model, images, layout="packed", depths=depths)
+        model(images, depths=depths)  # the engine makes its choice
+        torch.cuda.reset_peak_memory_stats(place)
+        model(images, depths=depths)
+        peak = torch.cuda.max_memory_allocated(place)
+    calls = plain | adaptive
+    spent = dict(zip(calls, milliseconds(list(calls.values()), seconds, place)))
+    medians = {name: round(statistics.median(times), 4) for name, times in spent.items()}
+    best = min(plain, key=lambda name: medians[name])
+    # Each round's own ratio: a slow moment of the machine hits both sides of it.
+    ratios = [s / a for s, a in zip(spent[best], spent["adaptive"])]
+    row: dict[str, Any] = {
+        "batch": len(images),
+        "fraction": fraction,
+        "static_ms": medians[best],
+        "adaptive_ms": medians["adaptive"],
+        "speedup": round(statistics.median(ratios), 3),
+        "spread": round(statistics.pstdev(ratios), 3),
+        "rounds": len(ratios),
+    }
+    if fraction is None:
+        trace = model(images).trace
+        row["fraction"] = round(float(trace.live.float().mean()), 4)
+    if place.type == "cuda":
+        row["static_ms"] = {name: medians[name] for name in plain}
+        row |= {"best": best, "packed_eager_ms": medians["packed"], "peak_mib": round(peak / 2**20, 1)}
+        row["engine"] = model.engine.chosen.get(tuple(images.shape))
+    return row

@@ -368,29 +368,50 @@ def bench(
     ] = "1.0,0.67,0.52",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     seconds: Annotated[float, typer.Option(help="Time for each row.")] = 4.0,
+    static: Annotated[
+        str | None, typer.Option(help="Static variants: eager; on a GPU also graph, compile. All by default.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Real images, on which a checkpoint decides by itself; no --fraction then.")
+    ] = None,
     device: Device = None,
 ) -> None:
-    """Time static against adaptive, turn about in one process."""
-    from .bench import DTYPES, model_to_bench
+    """Time static against adaptive, turn about in one process; on a GPU against the best of static's variants."""
+    from .bench import DTYPES, model_to_bench, some_photos
     from .bench import bench as time_it
 
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     batches, fractions = _numbers("--batch", batch, int), _numbers("--fraction", fraction, float)
+    place, adapted = _device(device), model_to_bench(model)
+    known = ("eager", "graph", "compile") if place.startswith("cuda") else ("eager",)
+    variants = known if static is None else tuple(static.split(","))
+    for variant in variants:
+        if variant not in known:
+            raise unknown(f"static variant on {place}", variant, known)
+    photos = None if data is None else some_photos(adapted, data, max(batches))
     with _progress() as bar:
-        task = bar.add_task("timing", total=len(batches) * len(fractions))
+        task = bar.add_task("timing", total=len(batches) * (len(fractions) if photos is None else 1))
         result = time_it(
-            model_to_bench(model),
+            adapted,
             batches,
             fractions,
-            _device(device),
+            place,
             dtype,
             seconds,
             progress=lambda row: bar.advance(task),
+            static=variants,
+            photos=photos,
         )
     columns = ["batch", "fraction", "static_ms", "adaptive_ms", "speedup", "spread"]
-    _table(f"{model} on {result['device']}, {dtype}", columns, [[row[c] for c in columns] for row in result["rows"]])
+    lines = [[_best_static(row) if c == "static_ms" else row[c] for c in columns] for row in result["rows"]]
+    _table(f"{model} on {result['device']}, {dtype}", columns, lines)
     _finish(result)
+
+
+def _best_static(row: dict[str, Any]) -> Any:
+    spent = row["static_ms"]
+    return f"{spent[row['best']]} ({row['best']})" if isinstance(spent, dict) else spent
 
 
 def _numbers(option: str, text: str, kind: Any) -> list[Any]:

@@ -65,12 +65,12 @@ class Engine:
 
     def _refresh(self) -> None:
         """Weights that were moved or written to since are folded, and recorded, anew."""
-        version = sum(w._version for w in self._weights)
+        version = _version(self._weights)
         same = self._ready is not None and version == self._version
         if same and all(w is p for w, p in zip(self._weights, self.model.parameters())):
             return
         self._weights = list(self.model.parameters())
-        self._version = sum(w._version for w in self._weights)
+        self._version = _version(self._weights)
         self._paths.clear()
         self._ready = prepared(self.model)
 
@@ -160,6 +160,11 @@ class Recording:
         if self.exits is not None:
             trace.exits = list(self.exits.clone())
         return type(self.out)(self.out.logits.clone(), trace, self.out.features.clone())
+
+
+def _version(weights: list[Tensor]) -> int:
+    """Grows when one is written to; those made in inference mode do not say."""
+    return sum(w._version for w in weights if not w.is_inference())
 
 
 def _milliseconds(call: Callable[[], Any], rounds: int = 5) -> float:
