@@ -35,7 +35,8 @@ several_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def some_rows(live_BN: torch.Tensor) -> ops.Rows:
-    return ops.compact_ref(live_BN.to(DEVICE))
+    live = live_BN.to(DEVICE)
+    return ops.compact_ref(live, torch.ones_like(live))[0]
 
 
 def random_live(images: int, tokens: int, share: float, seed: int) -> torch.Tensor:
@@ -53,19 +54,20 @@ def twice(ours: torch.Tensor, reference: torch.Tensor, exact: torch.Tensor) -> N
 @given(st.integers(1, 5), st.integers(1, 40), st.floats(0, 1), st.integers(0, 99))
 @settings(max_examples=25, deadline=None)
 def test_compact(images, tokens, share, seed):
-    live = random_live(images, tokens, share, seed).to(DEVICE)
-    ours, theirs = ops.compact(live), ops.compact_ref(live)
+    live, keep = (random_live(images, tokens, share, seed + i).to(DEVICE) for i in range(2))
+    (ours, mine), (theirs, its) = ops.compact(live, keep), ops.compact_ref(live, keep)
     assert ours.starts.tolist() == theirs.starts.tolist()
-    assert ours.live().tolist() == theirs.live().tolist() == live.flatten().nonzero()[:, 0].tolist()
+    assert ours.live().tolist() == theirs.live().tolist() == (live & keep).flatten().nonzero()[:, 0].tolist()
+    assert mine.tolist() == its.tolist() == (live & keep).tolist()
 
 
 @kernels
 @several_dtypes
-@pytest.mark.parametrize("act", ops.ACTIVATIONS)
+@pytest.mark.parametrize("act", [*ops.ACTIVATIONS, "gelu_rough"])
 @pytest.mark.parametrize("normed", [True, False])
 def test_normed_linear(dtype, act, normed):
     torch.manual_seed(0)
-    images, tokens, width, out = (3, 50, 48, 70) if not CUDA else (7, 197, 192, 392)
+    images, tokens, width, out = (3, 50, 64, 70 if act == "silu" else 96) if not CUDA else (7, 197, 192, 392)
     rows = some_rows(random_live(images, tokens, 0.6, 1))
     x = (torch.randn(images * tokens, width, device=DEVICE) * 2 + 0.5).to(dtype)
     norm = nn.LayerNorm(width, eps=1e-6, device=DEVICE) if normed else None
@@ -85,16 +87,23 @@ def test_normed_linear(dtype, act, normed):
         return h @ linear.weight.to(kind).T + linear.bias.to(kind)
 
     exact, rough = plain(torch.float64), plain(dtype)
-    twice(ours[: len(live)], ops.activate(rough, act), ops.activate(exact, act))
+    wanted = "gelu" if act == "gelu_rough" else act
+    twice(ours[: len(live)], ops.activate(rough, wanted), ops.activate(exact, wanted))
     twice(tap[live], rough[:, 5], exact[:, 5])
     assert (tap[[i for i in range(len(tap)) if i not in set(live.tolist())]] == 0).all()
 
 
+def test_the_rough_gelu_is_as_good_as_exact():
+    x = torch.linspace(-12, 12, 100_001, dtype=torch.float64)
+    torch.testing.assert_close(ops.activate(x, "gelu_rough"), torch.nn.functional.gelu(x), atol=2e-6, rtol=0)
+
+
 @kernels
 @several_dtypes
-def test_add_linear_touches_only_live_rows(dtype):
+@pytest.mark.parametrize("inner", [96, 70])
+def test_add_linear_touches_only_live_rows(dtype, inner):
     torch.manual_seed(0)
-    images, tokens, inner, width = (3, 40, 70, 48) if not CUDA else (7, 197, 768, 192)
+    images, tokens, inner, width = (3, 40, inner, 64) if not CUDA else (7, 197, 8 * inner, 192)
     rows = some_rows(random_live(images, tokens, 0.5, 2))
     x = torch.randn(images * tokens, width, device=DEVICE).to(dtype)
     h = torch.randn(images * tokens, inner, device=DEVICE).to(dtype)

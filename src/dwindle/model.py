@@ -53,13 +53,12 @@ class AdaptiveViT(nn.Module):
         self._check(images)
         layout = layout or self.layout
         if layout is None and images.is_cuda and not (self.training or torch.is_grad_enabled()):
-            out = self.engine(images, depths)
-        else:
-            layout = layout or ("masked" if self.training else "packed")
-            if layout not in LAYOUTS:
-                raise unknown("layout", layout, LAYOUTS)
-            out = self.run(images, LAYOUTS[layout].start, depths)
-        self._check_logits(out.logits, images)
+            return self.engine(images, depths)
+        layout = layout or ("masked" if self.training else "packed")
+        if layout not in LAYOUTS:
+            raise unknown("layout", layout, LAYOUTS)
+        out = self.run(images, LAYOUTS[layout].start, depths)
+        self.check_logits(out.logits, images)
         return out
 
     def run(self, images: Tensor, start: Callable[[Tensor, int], Tokens], depths: Tensor | None = None) -> Output:
@@ -214,7 +213,7 @@ class AdaptiveViT(nn.Module):
                 f"(batch, {shape.channels}, {size}); resize the images or build the model with img_size=..."
             )
 
-    def _check_logits(self, logits: Tensor, images: Tensor) -> None:
+    def check_logits(self, logits: Tensor, images: Tensor) -> None:
         """NaN in an image reaches its logits, where looking for it is cheap."""
         if not self.checks or torch.compiler.is_compiling() or (self.training and logits.is_cuda):
             return  # on a GPU in training this look would cost a synchronisation; there the loss says it

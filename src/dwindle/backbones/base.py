@@ -102,6 +102,7 @@ class Backbone:
 
     def __init__(self, vit: nn.Module) -> None:
         self.vit = vit
+        self._shape: tuple[tuple, Shape] | None = None
 
     # What a family provides.
     @classmethod
@@ -138,6 +139,18 @@ class Backbone:
 
     @property
     def shape(self) -> Shape:
+        """In numbers, as the model is now: heads and image sizes may be changed under us."""
+        key = self.changeable
+        if self._shape is None or self._shape[0] != key:
+            self._shape = (key, self.measure())
+        return self._shape[1]
+
+    @property
+    def changeable(self) -> tuple:
+        """What of the shape may change after wrapping; cheap to ask."""
+        raise NotImplementedError
+
+    def measure(self) -> Shape:
         raise NotImplementedError
 
     def parts(self, block: nn.Module) -> Parts | None:

@@ -95,7 +95,12 @@ class HuggingFaceViT(Backbone):
         return vit.cls_classifier(x[:, 0]), vit.distillation_classifier(x[:, 1])
 
     @property
-    def shape(self) -> Shape:
+    def changeable(self) -> tuple:
+        config: Any = self.vit.config
+        heads = (id(getattr(self.vit, name, None)) for name in ("classifier", "cls_classifier"))
+        return config.image_size, config.num_labels, *heads
+
+    def measure(self) -> Shape:
         config: Any = self.vit.config
         size, patch, width = config.image_size, config.patch_size, config.hidden_size
         sides = (patch, patch) if isinstance(patch, int) else tuple(patch)

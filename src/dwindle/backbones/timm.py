@@ -78,7 +78,11 @@ class TimmViT(Backbone):
         return vit.head(vit.head_drop(x[:, 0])), vit.head_dist(vit.head_drop(x[:, 1]))
 
     @property
-    def shape(self) -> Shape:
+    def changeable(self) -> tuple:
+        vit = self.vit
+        return tuple(vit.patch_embed.img_size), tuple(vit.patch_embed.patch_size), vit.num_classes, id(vit.head)
+
+    def measure(self) -> Shape:
         vit = self.vit
         block, patch = vit.blocks[0], vit.patch_embed.patch_size
         heads = [vit.head, *([vit.head_dist] if hasattr(vit, "head_dist") else [])]

@@ -10,11 +10,14 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.rows import ACTIVATIONS, available
@@ -26,6 +29,7 @@ from .live import Live
 if TYPE_CHECKING:
     from ..model import AdaptiveViT, Output
 
+Path = Callable[[Tensor, "Tensor | None"], "Output"]
 log = logging.getLogger("dwindle")
 GRAPHS = 8  # kept at once, the latest used; each holds the buffers of its batch
 
@@ -33,10 +37,10 @@ GRAPHS = 8  # kept at once, the latest used; each holds the buffers of its batch
 class Engine:
     def __init__(self, model: AdaptiveViT) -> None:
         self._model = weakref.ref(model)  # the model owns its engine
-        self._paths: OrderedDict[tuple, Callable[[Tensor, Tensor | None], Output]] = OrderedDict()
-        self._ready: dict[nn.Module, Ready] | None = None
-        self._weights: list[Tensor] = []
-        self._version = -1
+        self._paths: OrderedDict[tuple, Path] = OrderedDict()
+        self._ready: dict[nn.Module, Ready] = {}
+        self._modules: list[nn.Module] = []
+        self._folded: tuple = ()
         self.chosen: dict[tuple, str] = {}  # what was measured, for those who ask
 
     def __reduce__(self) -> tuple:
@@ -50,33 +54,42 @@ class Engine:
         return model
 
     def __call__(self, images: Tensor, depths: Tensor | None = None) -> Output:
-        self._refresh()
         method = self.model.method
         # Plain settings are constants of a recording; tensors are read where they lie.
         settings = tuple(v for v in vars(method).values() if isinstance(v, (bool, int, float, str, tuple)))
         key = (tuple(images.shape), images.dtype, images.device, depths is not None, settings)
         path = self._paths.get(key)
-        if path is None:
-            path = self._paths[key] = self._best(images, depths)
-            while len(self._paths) > GRAPHS:
-                self._paths.popitem(last=False)
+        out = None if path is None else path(images, depths)
+        # While the GPU is at work: were the weights written to, moved or exchanged since they were folded?
+        if out is None or self._state() != self._folded:
+            path = self._renewed(key, images, depths)
+            out = path(images, depths)
         self._paths.move_to_end(key)
-        return path(images, depths)
+        if self.model.checks and isinstance(path, Recording) and not bool(path.finite):
+            self.model.check_logits(out.logits, images)
+        return out
 
-    def _refresh(self) -> None:
-        """Weights that were moved or written to since are folded, and recorded, anew."""
-        version = _version(self._weights)
-        same = self._ready is not None and version == self._version
-        if same and all(w is p for w, p in zip(self._weights, self.model.parameters())):
-            return
-        self._weights = list(self.model.parameters())
-        self._version = _version(self._weights)
-        self._paths.clear()
-        self._ready = prepared(self.model)
+    def _renewed(self, key: tuple, images: Tensor, depths: Tensor | None) -> Path:
+        state = self._state(afresh=True)
+        if state != self._folded:
+            self._paths.clear()
+            self._folded, self._ready = state, prepared(self.model)
+        path = self._paths[key] = self._best(images, depths)
+        while len(self._paths) > GRAPHS:
+            self._paths.popitem(last=False)
+        return path
 
-    def _best(self, images: Tensor, depths: Tensor | None) -> Callable[[Tensor, Tensor | None], Output]:
+    def _state(self, afresh: bool = False) -> tuple:
+        """Where every weight lies and how often it was written to. A call of `vit.head = ...` exchanges a module."""
+        if afresh:
+            self._modules = list(self.model.modules())
+        children = tuple(id(child) for module in self._modules for child in module._modules.values())
+        weights = [w for m in self._modules for w in (*m._parameters.values(), *m._buffers.values()) if w is not None]
+        marks = tuple((w.data_ptr(), 0 if w.is_inference() else w._version, w.dtype) for w in weights)
+        return children, marks
+
+    def _best(self, images: Tensor, depths: Tensor | None) -> Path:
         """The faster of the recording and the eager packed path, on these images."""
-        assert self._ready is not None
 
         def eager(images: Tensor, depths: Tensor | None) -> Output:
             return self.model.run(images, Packed.start, depths)
@@ -125,7 +138,9 @@ class Recording:
         start = partial(Live.begin, ready=ready)
 
         def forward() -> None:
-            out = model.run(self.images, start, self.depths)
+            with cut_by_matmul(model.vit):
+                out = model.run(self.images, start, self.depths)
+            self.finite = out.logits.isfinite().all()
             trace = out.trace
             # One tensor of each kind: what is copied out per call are these, not hundreds of sheets.
             self.out = out
@@ -162,9 +177,32 @@ class Recording:
         return type(self.out)(self.out.logits.clone(), trace, self.out.features.clone())
 
 
-def _version(weights: list[Tensor]) -> int:
-    """Grows when one is written to; those made in inference mode do not say."""
-    return sum(w._version for w in weights if not w.is_inference())
+@contextmanager
+def cut_by_matmul(vit: nn.Module) -> Iterator[None]:
+    """Within, patches are cut by one copy and embedded by one matrix product: a convolution that steps by its own size
+    is that, and cuDNN's takes many times as long."""
+    cutters = [m for m in vit.modules() if isinstance(m, nn.Conv2d) and _only_cuts(m)]
+    for cutter in cutters:
+        cutter.forward = MethodType(_cut, cutter)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for cutter in cutters:
+            del cutter.forward
+
+
+def _only_cuts(conv: nn.Conv2d) -> bool:
+    plain = conv.groups == 1 and tuple(conv.dilation) == (1, 1) and tuple(conv.padding) == (0, 0)
+    return plain and tuple(conv.kernel_size) == tuple(conv.stride) and "forward" not in conv.__dict__
+
+
+def _cut(conv: nn.Conv2d, images: Tensor) -> Tensor:
+    """(B, C, H, W) -> (B, D, h, w), its memory in the order of tokens."""
+    (high, wide), (batch, channels) = conv.kernel_size, images.shape[:2]
+    rows, columns = images.shape[2] // high, images.shape[3] // wide
+    pieces = images[..., : rows * high, : columns * wide].reshape(batch, channels, rows, high, columns, wide)
+    pieces = pieces.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows, columns, -1)
+    return F.linear(pieces, conv.weight.flatten(1), conv.bias).permute(0, 3, 1, 2)
 
 
 def _milliseconds(call: Callable[[], Any], rounds: int = 5) -> float:

@@ -76,5 +76,5 @@ class Live(Masked):
     def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Live:
         if keep is None:
             return replace(self, **self.forget())
-        live = self.live & keep
-        return replace(self, live=live, rows=compact(live), whole=False, **self.forget())
+        rows, live = compact(self.live, keep)
+        return replace(self, live=live, rows=rows, whole=False, **self.forget())

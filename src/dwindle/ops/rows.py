@@ -61,6 +61,8 @@ class Affine:
 def activate(x: Tensor, name: str) -> Tensor:
     if name == "quick_gelu":
         return x * torch.sigmoid(1.702 * x)
+    if name == "gelu_rough":
+        return _gelu_rough(x)
     functions: dict[str, Any] = {
         "none": lambda x: x,
         "gelu": F.gelu,
@@ -69,6 +71,15 @@ def activate(x: Tensor, name: str) -> Tensor:
         "relu": F.relu,
     }
     return functions[name](x)
+
+
+def _gelu_rough(x: Tensor) -> Tensor:
+    """GELU by Abramowitz and Stegun's 7.1.28, 1 - erf z = 1 / (1 + a1 z + ... + a6 z^6)^16 to 3e-7."""
+    z, p = x.abs() * 0.5**0.5, torch.zeros_like(x)
+    for a in (0.0000430638, 0.0002765672, 0.0001520143, 0.0092705272, 0.0422820123, 0.0705230784):
+        p = (p + a) * z
+    tail = 0.5 / (1 + p) ** 16
+    return x * torch.where(x > 0, 1 - tail, tail)
 
 
 def normed_linear_ref(
@@ -124,8 +135,9 @@ def normed_linear(
         width,
         NORM=norm,
         TAP=tap_R is not None,
-        ACT=act,
+        ACT="gelu_rough" if act == "gelu" and x_RD.dtype != torch.float32 else act,
         PRECISION=_precision(x_RD),
+        EVEN=out % tile.n == 0 and width % tile.k == 0,
         BM=tile.m,
         BN=tile.n,
         BK=tile.k,
@@ -158,6 +170,7 @@ def add_linear(x_RD: Tensor, rows: Rows, h: Tensor, layer: Affine, scale: Tensor
         out,
         inner,
         PRECISION=_precision(h),
+        EVEN=out % tile.n == 0 and inner % tile.k == 0,
         BM=tile.m,
         BN=tile.n,
         BK=tile.k,
@@ -233,34 +246,37 @@ def attend_rows(
     return out
 
 
-def compact_ref(live_BN: Tensor) -> Rows:
-    """The list of live rows, made on the device."""
+def compact_ref(live_BN: Tensor, keep_BN: Tensor) -> tuple[Rows, Tensor]:
+    """The live rows that are kept, as a list and as a sheet; made on the device."""
+    live_BN = live_BN & keep_BN
     flat = live_BN.flatten()
-    place = flat.cumsum(0)
     rows = torch.zeros(len(flat) + 1, dtype=torch.int32, device=flat.device)
     # Those who are not live write to an entry behind the list.
-    target = torch.where(flat, place - 1, len(flat))
+    target = torch.where(flat, flat.cumsum(0) - 1, len(flat))
     rows[target] = torch.arange(len(flat), device=flat.device, dtype=torch.int32)
     counts = live_BN.sum(1)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
-    return Rows(rows[:-1], starts)
+    return Rows(rows[:-1], starts), live_BN
 
 
-def compact(live_BN: Tensor) -> Rows:
+def compact(live_BN: Tensor, keep_BN: Tensor) -> tuple[Rows, Tensor]:
     if not available(live_BN):
-        return compact_ref(live_BN)
+        return compact_ref(live_BN, keep_BN)
     images, tokens = live_BN.shape
     block = max(2, 2 ** (tokens - 1).bit_length())
-    live = live_BN.view(torch.uint8)
+    live, keep = live_BN.view(torch.uint8), keep_BN.contiguous().view(torch.uint8)
     rows = torch.empty(images * tokens, dtype=torch.int32, device=live.device)
     starts = torch.empty(images + 1, dtype=torch.int32, device=live.device)
+    new = torch.empty_like(live)
     # Few images: each counts those before it itself, which saves a launch.
     counted = images > (1 if interpreted() else 32)
     counts = torch.empty(images if counted else 0, dtype=torch.int32, device=live.device)
     if counted:
-        _kernels().count_kernel[(images,)](live, counts, tokens, BN=block)
-    _kernels().compact_kernel[(images,)](live, counts, rows, starts, images, tokens, COUNTED=counted, BN=block, BB=1024)
-    return Rows(rows, starts)
+        _kernels().count_kernel[(images,)](live, keep, counts, tokens, BN=block)
+    _kernels().compact_kernel[(images,)](
+        live, keep, counts, rows, starts, new, images, tokens, COUNTED=counted, BN=block, BB=1024
+    )
+    return Rows(rows, starts), new.view(torch.bool)
 
 
 class Tile(NamedTuple):
@@ -273,18 +289,20 @@ class Tile(NamedTuple):
 
 
 def linear_tile(rows: int, out: int, inner: int, dtype: torch.dtype) -> Tile:
-    """How a linear layer is cut: small batches want many programs, large ones large tiles."""
+    """How a linear layer is cut, as measured on an H200 (benchmarks/tiles.py): small batches want many programs, large
+    ones large tiles."""
     if interpreted():
         return Tile(32, 32, 32, 4, 1, moments=rows > 100)
     if dtype == torch.float32:
         return Tile(64, 64, 32, 4, 2)
+    widening = out > inner
     if rows <= 512:
-        return Tile(32, 64, 64, 4, 4)
+        return Tile(64, 64, 64, 4, 4) if widening else Tile(32, 32, 128, 4, 4)
     if rows <= 2048:
-        return Tile(64, 64, 64, 4, 4)
+        return Tile(64, 128, 64, 4, 4) if widening else Tile(64, 32, 64, 4, 4)
     if rows <= 8192:
-        return Tile(128, 64, 64, 4, 4)
-    return Tile(128, 128, 64, 8, 4, moments=True)
+        return Tile(128, 128, 32, 8, 4, moments=True) if widening else Tile(64, 64, 64, 4, 4)
+    return Tile(128, 128, 64, 8, 3, moments=True) if widening else Tile(128, 128, 64, 4, 3)
 
 
 def attention_tile(longest: int, size: int, images: int, dtype: torch.dtype) -> Tile:
@@ -294,7 +312,7 @@ def attention_tile(longest: int, size: int, images: int, dtype: torch.dtype) -> 
         return Tile(32, 32, 0, 4, 1)
     if size > 64:
         return Tile(64, 64, 0, 4, 2)
-    return Tile(64, 64, 0, 4, 3) if images * longest <= 8192 else Tile(128, 64, 0, 8, 3)
+    return Tile(64, 64 if images <= 32 else 32, 0, 4, 3)
 
 
 def interpreted() -> bool:
