@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..backbones.base import Shape
 from ..errors import DwindleError
 from ..tokens import Tokens
+from ..tokens import wide as wide
 from ..trace import Trace
 
 if TYPE_CHECKING:
@@ -92,11 +93,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return round(value.item(), 7)
     return list(value) if isinstance(value, tuple) else value
-
-
-def wide(x: Tensor) -> Tensor:
-    """At least float32: scores are added up and compared, which half precision is too coarse for."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def require(condition: bool, given: str, expected: str) -> None:
