@@ -20,7 +20,7 @@ from ..tokens import Where
 from ..trace import Trace
 from .cost import lm_macs, static_lm_macs
 from .model import CharLM, Turns
-from .routing import Gate, Router
+from .routing import Gate, Moment, Router
 from .tsa import TSA
 
 LAYOUTS = ("masked", "packed")
@@ -78,7 +78,9 @@ class AdaptiveLM(nn.Module):
         if layout not in LAYOUTS:
             raise unknown("layout", layout, LAYOUTS)
         if ids.dim() != 2 or not ids.numel():
-            raise DwindleError(f"Tokens of shape {tuple(ids.shape)} do not fit; give ids (batch, length) of at least 1.")
+            raise DwindleError(
+                f"Tokens of shape {tuple(ids.shape)} do not fit; give ids (batch, length), none of them 0."
+            )
         begin, lm = cache.length if cache else 0, self.backbone
         shape = (ids.shape[0], ids.shape[1])
         x = lm.embed(ids, begin)
@@ -88,12 +90,14 @@ class AdaptiveLM(nn.Module):
         gate: Gate | None = None
 
         for depth, block in enumerate(lm.blocks):
-            gate = self.method.gate(depth, x, gate, lm.readout, begin)
+            gate = self.method.gate(Moment(depth, x, gate, lm.readout, begin))
             if keep is not None:
                 gate = gate or Gate(torch.ones(shape, device=x.device), everyone, self.method.keys)
                 gate = replace(gate, keep=keep[depth].to(x.device))
-            packed = layout == "packed" and gate is not None
-            x = _packed(block, x, gate, turns, cache, depth) if packed else _masked(block, x, gate, turns, cache, depth)
+            if gate is None or layout == "masked":
+                x = _masked(block, x, gate, turns, cache, depth)
+            else:
+                x = _packed(block, x, gate, turns, cache, depth)
             trace.lives.append(Where(shape, everyone if gate is None else gate.keep))
             trace.values.append({} if gate is None else gate.record)
             if gate is not None and gate.exit is not None:
@@ -123,8 +127,8 @@ def tlops_saved(trace: Trace) -> Tensor:
 
 def _masked(block: Any, x: Tensor, gate: Gate | None, turns: Turns, cache: Cache | None, depth: int) -> Tensor:
     h = block.normed(x)
-    heard = _attend(block, block.queries(h, turns), *block.keys_values(h, turns), gate, cache, depth)
-    new = block.rest(x, heard)
+    k, v = block.keys_values(h, turns)
+    new = block.rest(x, _attend(block, block.queries(h, turns), k, v, gate, cache, depth))
     return new if gate is None else x + gate.scale[..., None].to(x.dtype) * (new - x)
 
 
@@ -156,9 +160,7 @@ def _packed(block: Any, x: Tensor, gate: Gate, turns: Turns, cache: Cache | None
     return flat.index_copy(0, rows, live + scale * (new - live)).unflatten(0, shape)
 
 
-def _attend(
-    block: Any, q: Tensor, k: Tensor, v: Tensor, gate: Gate | None, cache: Cache | None, depth: int
-) -> Tensor:
+def _attend(block: Any, q: Tensor, k: Tensor, v: Tensor, gate: Gate | None, cache: Cache | None, depth: int) -> Tensor:
     """(B, N, H * E): what every token hears of those up to itself."""
     weight = None if gate is None else gate.weight
     if cache is not None:

@@ -44,6 +44,17 @@ class Gate:
         return None if self.keys == "offered" else self.scale
 
 
+@dataclass(frozen=True)
+class Moment:
+    """What a router may look at, just before a block."""
+
+    depth: int  # of the block, from 0
+    x: Tensor  # (B, N, D): the stream
+    before: Gate | None  # what was said of the block before
+    read: Callable[[Tensor], Tensor]  # the logits a stream would give now
+    at: int = 0  # position of the first token
+
+
 class Router(nn.Module):
     """Constructor arguments are the configuration, kept under their own names."""
 
@@ -62,8 +73,8 @@ class Router(nn.Module):
         """Called once, when the model is known."""
         self.shape = shape
 
-    def gate(self, depth: int, x: Tensor, before: Gate | None, read: Callable[[Tensor], Tensor], at: int) -> Gate | None:
-        """Before block `depth`; None: all run as they are. read: the stream's logits. at: position of the first row."""
+    def gate(self, now: Moment) -> Gate | None:
+        """Before a block; None: all run it as they are."""
         return None
 
     def losses(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
@@ -106,15 +117,15 @@ class EarlyExit(Router):
         check_share("threshold", threshold)
         self.threshold = threshold
 
-    def gate(self, depth: int, x: Tensor, before: Gate | None, read: Callable[[Tensor], Tensor], at: int) -> Gate | None:
-        if depth == 0:
+    def gate(self, now: Moment) -> Gate | None:
+        if now.depth == 0:
             return None
-        logits = read(x)
+        logits = now.read(now.x)
         sure = wide(logits).softmax(-1).amax(-1).detach()  # (B, N)
         keep = torch.ones_like(sure, dtype=torch.bool)
         if not self.training:
             keep = (sure < self.threshold) | (self.threshold >= 1)
-            keep = keep if before is None else keep & before.keep
+            keep = keep if now.before is None else keep & now.before.keep
         return Gate(torch.ones_like(sure), keep, record={"p": sure}, exit=logits)
 
     def losses(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
@@ -154,14 +165,13 @@ class MoD(Router):
     def bind(self, shape: LMShape) -> None:
         super().bind(shape)
         self.scores = nn.ModuleList(nn.Linear(shape.width, 2) for _ in range(self.every - 1, shape.blocks, self.every))
-        for layer in self.scores:
-            nn.init.normal_(layer.weight, std=0.02)
-            nn.init.zeros_(layer.bias)
+        for parameter in self.scores.parameters():
+            nn.init.normal_(parameter, std=0.02 * (parameter.dim() > 1))
 
-    def gate(self, depth: int, x: Tensor, before: Gate | None, read: Callable[[Tensor], Tensor], at: int) -> Gate | None:
-        if depth % self.every != self.every - 1:
+    def gate(self, now: Moment) -> Gate | None:
+        if now.depth % self.every != self.every - 1:
             return None
-        layer = self.scores[depth // self.every]
+        layer, x = self.scores[now.depth // self.every], now.x
         score = wide(layer(F.layer_norm(x, x.shape[-1:])))[..., 0]
         guess = wide(layer(F.layer_norm(x.detach(), x.shape[-1:])))[..., 1]
         if self.training:
@@ -193,6 +203,8 @@ class Random(Router):
     result depends on nothing but itself and generation meets the same decisions.
     """
 
+    drawn: Tensor
+
     def __init__(self, rates: tuple[float, ...] = (0.2,), keys: str = "offered", seed: int = 0) -> None:
         super().__init__()
         for rate in rates:
@@ -208,11 +220,16 @@ class Random(Router):
         drawn = torch.rand(shape.blocks, shape.context, generator=generator)
         self.register_buffer("drawn", drawn, persistent=False)
 
-    def gate(self, depth: int, x: Tensor, before: Gate | None, read: Callable[[Tensor], Tensor], at: int) -> Gate | None:
+    def gate(self, now: Moment) -> Gate | None:
+        depth, x = now.depth, now.x
         rate = self.rates[depth] if len(self.rates) > 1 else self.rates[0] * (depth > 0)
         if rate == 0:
             return None
-        drawn = torch.rand(x.shape[:2], device=x.device) if self.training else self.drawn[depth, at : at + x.shape[1]]
+        drawn = (
+            torch.rand(x.shape[:2], device=x.device)
+            if self.training
+            else self.drawn[depth, now.at : now.at + x.shape[1]]
+        )
         keep = (drawn >= rate).expand(x.shape[:2])
         return Gate(torch.ones(x.shape[:2], device=x.device), keep, self.keys)
 
@@ -232,15 +249,15 @@ class Control(Router):
         self.router, self.kind, self.rates, self.means = router, kind, rates, means
         self.keys, self.shape = router.keys, router.shape
 
-    def gate(self, depth: int, x: Tensor, before: Gate | None, read: Callable[[Tensor], Tensor], at: int) -> Gate | None:
-        gate = self.router.gate(depth, x, before, read, at)
+    def gate(self, now: Moment) -> Gate | None:
+        gate, depth = self.router.gate(now), now.depth
         if gate is None:
             return None
         if self.kind == "mean":
             return replace(gate, p=torch.full_like(gate.p, self.means[depth]), keep=torch.ones_like(gate.keep))
         gated = self.rates[1:]
         rate = self.rates[depth] if self.kind == "layer" else sum(gated) / len(gated)
-        return replace(gate, keep=torch.rand(gate.p.shape, device=x.device) >= rate)
+        return replace(gate, keep=torch.rand(gate.p.shape, device=gate.p.device) >= rate)
 
     def macs(self, depth: int) -> int:
         return self.router.macs(depth)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from ..methods.base import require, wide
 from .model import LMShape
-from .routing import Gate, Router, check_keys, check_share
+from .routing import Gate, Moment, Router, check_keys, check_share
 
 if TYPE_CHECKING:
     from .execute import LMOutput
@@ -48,21 +49,13 @@ class TSA(Router):
     def bind(self, shape: LMShape) -> None:
         super().bind(shape)
         hidden = self.hidden or max(shape.width // 4, 1)
-        self.gates = nn.ModuleList(
-            nn.Sequential(nn.Linear(shape.width, hidden), nn.GELU(), nn.Linear(hidden, 1))
-            for _ in range(shape.blocks - 1)
-        )
-        for first, _, last in self.gates:  # type: ignore[misc]
-            nn.init.normal_(first.weight, std=0.02)
-            nn.init.zeros_(first.bias)
-            nn.init.normal_(last.weight, std=0.02)
-            nn.init.constant_(last.bias, self.open)
+        self.gates = nn.ModuleList(_gate(shape.width, hidden, self.open) for _ in range(shape.blocks - 1))
 
-    def gate(self, depth: int, x: Tensor, before: Gate | None, read: Callable[[Tensor], Tensor], at: int) -> Gate | None:
-        if depth == 0:  # an embedding knows nothing of its context: there is nothing to decide by
+    def gate(self, now: Moment) -> Gate | None:
+        if now.depth == 0:  # an embedding knows nothing of its context: there is nothing to decide by
             return None
         # The stream grows with depth; the gate reads its direction.
-        p = wide(self.gates[depth - 1](F.layer_norm(x, x.shape[-1:]))[..., 0]).sigmoid()
+        p = wide(self.gates[now.depth - 1](F.layer_norm(now.x, now.x.shape[-1:]))[..., 0]).sigmoid()
         keep = torch.ones_like(p, dtype=torch.bool) if self.training else p >= self.tau
         return Gate(p, keep, self.keys, {"p": p})
 
@@ -76,3 +69,21 @@ class TSA(Router):
     def macs(self, depth: int) -> int:
         hidden = self.hidden or max(self.shape.width // 4, 1)
         return (self.shape.width + 1) * hidden if depth else 0
+
+
+def _gate(width: int, hidden: int, open: float) -> nn.Module:
+    first, last = nn.Linear(width, hidden), nn.Linear(hidden, 1)
+    for layer, bias in ((first, 0.0), (last, open)):
+        nn.init.normal_(layer.weight, std=0.02)
+        nn.init.constant_(layer.bias, bias)
+    return nn.Sequential(first, nn.GELU(), last)
+
+
+@contextmanager
+def softly(router: TSA) -> Iterator[None]:
+    """tau = 0 for a while: nothing is skipped, everything is scaled."""
+    tau, router.tau = router.tau, 0.0
+    try:
+        yield
+    finally:
+        router.tau = tau
