@@ -106,6 +106,13 @@ class AdaptiveLM(nn.Module):
             cache.length += shape[1]
         return LMOutput(lm.readout(x), trace, exits)
 
+    def compile_parts(self) -> None:
+        """Compile what works on rows, for however many there are. It stays so: for timing and serving."""
+        for block in self.backbone.blocks:
+            for name in ("normed", "queries", "keys_values", "rest"):
+                if not hasattr(part := getattr(block, name), "_torchdynamo_orig_callable"):
+                    setattr(block, name, torch.compile(part, dynamic=True))
+
     def terms(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
         """The cross-entropy of the next token in nats, the router's own terms, and their weighted sum under "total"."""
         terms = {"task": F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten())}

@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import CONFIG, WEIGHTS, _fill, _options, _read_weights, find, read_config
+from ..checkpoint import CONFIG, LANGUAGE, WEIGHTS, _fill, _options, _read_weights, find, read_config
 from ..errors import DwindleError, unknown
 from .execute import AdaptiveLM, adapt_lm
 from .model import CharLM, LMSize
 from .routing import Router
 from .text import Vocabulary
 
-FAMILIES = ("charlm", "hf_lm")
-
 
 def is_language(config: dict[str, Any]) -> bool:
-    return config["backbone"]["family"] in FAMILIES
+    return config["backbone"]["family"] in LANGUAGE
 
 
 def load_lm(source: Any, *, lm: Any = None) -> AdaptiveLM:

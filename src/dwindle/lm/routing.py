@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import unknown
-from ..methods.base import Method, require, wide
+from ..methods.base import require, settings, wide
 from .model import LMShape
 
 if TYPE_CHECKING:
@@ -62,12 +62,14 @@ class Router(nn.Module):
     paper: ClassVar[str] = ""
     dial: ClassVar[tuple[str, float, float] | None] = None  # what sets the cost after training: name, cheapest, dearest
     keys: str = "offered"
-    config = Method.config
-    extra_repr = Method.extra_repr
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.registry[cls.__name__] = cls
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return settings(self)
 
     def bind(self, shape: LMShape) -> None:
         """Called once, when the model is known."""
