@@ -19,7 +19,7 @@ class Generated:
     live: Tensor  # (L, B, ...) bool: who ran which block; the last token was not run any more
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: AdaptiveLM,
     prompt: Tensor,

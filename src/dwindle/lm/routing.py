@@ -33,6 +33,7 @@ class Gate:
     keys: str = "offered"  # 'withheld': who skips is nobody's key, and a key counts as much as its token runs
     record: dict[str, Tensor] = field(default_factory=dict)  # values for the trace
     exit: Tensor | None = None  # (B, N, V): logits read before the block
+    whole: bool = False  # withheld or not at all: a key of who runs counts fully
 
     @property
     def scale(self) -> Tensor:
@@ -41,7 +42,9 @@ class Gate:
     @property
     def weight(self) -> Tensor | None:
         """(B, N) what keys count; None: all the same."""
-        return None if self.keys == "offered" else self.scale
+        if self.keys == "offered":
+            return None
+        return self.keep.to(self.p.dtype) if self.whole else self.scale
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ class MoD(Router):
             keep = torch.zeros_like(score, dtype=torch.bool).scatter(1, best, True)
         else:
             keep = guess.sigmoid() >= self.tau
-        return Gate(score.sigmoid(), keep, "withheld", {"p": guess.sigmoid(), "guess": guess})
+        return Gate(score.sigmoid(), keep, "withheld", {"p": guess.sigmoid(), "guess": guess}, whole=True)
 
     def losses(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
         asked = [i for i, values in enumerate(out.trace.values) if "guess" in values]
