@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ class LMComparison:
     penalties: tuple[float, ...] = (0.0, 0.003, 0.01)  # lambda of TSA; the others are matched to each
     seeds: tuple[int, ...] = (0, 1, 2)
     keys: str = "offered"
+    options: dict[str, Any] = field(default_factory=dict)  # of TSA, beside these
     taus: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     allowed: float = 0.005  # of the soft loss: the tau compared is the highest that costs no more
     windows: int | None = None  # of the validation text; None: all
@@ -87,7 +88,7 @@ class LMCompare:
         for seed in self.comparison.seeds:
             yield from self._result(STATIC, seed, "Static", {})
             for penalty in self.comparison.penalties:
-                options = {"penalty": penalty, "keys": self.comparison.keys}
+                options = {"penalty": penalty, "keys": self.comparison.keys, **self.comparison.options}
                 yield from self._result(self._tsa(penalty), seed, "TSA", options, self._look_at_tsa)
             for penalty in self.comparison.penalties:
                 path = self._path(self._tsa(penalty), seed)

@@ -106,6 +106,9 @@ def check_keys(keys: str) -> None:
 class Static(Router):
     """Every token runs every block: the model alone."""
 
+    def __init__(self) -> None:
+        super().__init__()
+
 
 class EarlyExit(Router):
     """A token stops for good once its prediction is sure: highest probability >= threshold, read after every block.

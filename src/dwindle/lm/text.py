@@ -73,7 +73,6 @@ class Text:
 
     def batch(self, batch: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
         """(B, N) characters from random places, and those that follow; the same for the same seed and step."""
-        check_long(self.train, context, self.name)
         drawn = np.random.default_rng(mix(seed, step)).integers(0, len(self.train) - context, batch)
         rows = torch.from_numpy(drawn)[:, None] + torch.arange(context + 1)
         ids = self.train[rows].long()

@@ -27,7 +27,7 @@ from .evaluate import evaluate
 from .execute import AdaptiveLM, adapt_lm
 from .model import CharLM, LMSize
 from .routing import Router
-from .text import Text, open_text
+from .text import Text, check_long, open_text
 from .tsa import TSA, softly
 
 
@@ -105,6 +105,8 @@ class LMRun:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         claim_folder(self.out, resume)
         self.text = text or open_text(recipe.data)
+        check_long(self.text.train, recipe.context, self.text.name)
+        check_long(self.text.val, recipe.context, self.text.name)
         torch.manual_seed(recipe.seed)
         self.model = adapt_lm(recipe.make_lm(len(self.text.vocabulary)), recipe.make_router()).to(self.device)
         self.optimizer = torch.optim.AdamW(
