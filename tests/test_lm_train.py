@@ -122,11 +122,12 @@ def test_checkpoints_that_are_damaged(done, tmp_path):
         load_lm("aht_deit_tiny_imagenet")
 
 
-def test_compiled_training_is_the_same(tmp_path, monkeypatch):
+@pytest.mark.parametrize("router", ["TSA", "EarlyExit", "MoD"])
+def test_compiled_training_is_the_same(router, tmp_path, monkeypatch):
     """With dynamo tracing and no code made: what would break the graph shows here."""
     compile = torch.compile
     monkeypatch.setattr("dwindle.lm.train.torch.compile", lambda f: compile(f, backend="eager", fullgraph=True))
-    recipe = dataclasses.replace(tsa_tiny_test(), steps=2)
+    recipe = dataclasses.replace(tsa_tiny_test(), steps=2, method=router, method_options={})
     plain, _ = trained(tmp_path / "plain", recipe)
     fast, _ = trained(tmp_path / "fast", dataclasses.replace(recipe, compile=True))
     for one, other in zip(plain.model.parameters(), fast.model.parameters()):

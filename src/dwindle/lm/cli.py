@@ -30,8 +30,9 @@ def is_recipe(settings: Any) -> bool:
 
 
 def is_checkpoint(name: str) -> bool:
-    """A folder or a shipped name; what is on the Hub is looked at by its own command."""
-    return (name in shipped() or Path(name).is_dir()) and is_language(read_config(find(name)))
+    """Whether the folder, shipped name or Hub id of that name holds one. Names of vision models are none of these."""
+    there = name in shipped() or Path(name).is_dir() or "/" in name
+    return there and is_language(read_config(find(name)))
 
 
 def _only_for_images(**given: Any) -> None:
@@ -220,7 +221,7 @@ def generate(
 ) -> None:
     from .generate import generate as write
 
-    if not is_checkpoint(checkpoint) and not is_language(read_config(find(checkpoint))):
+    if not is_language(read_config(find(checkpoint))):
         raise DwindleError(f"{checkpoint} is a vision model; dwindle generate needs a language model.")
     model, vocabulary = _opened(checkpoint, tau)
     place = _device(device)

@@ -41,7 +41,7 @@ INCIDENTAL = ("eval_every", "eval_windows", "compile")  # two results may differ
 @dataclass(frozen=True)
 class LMComparison:
     base: LMRecipe  # the conditions; its router is not used
-    penalties: tuple[float, ...] = (0.0, 0.003, 0.01)  # lambda of TSA; the others are matched to each
+    penalties: tuple[float, ...] = (0.0, 0.01)  # lambda of TSA; the others are matched to each
     seeds: tuple[int, ...] = (0, 1, 2)
     keys: str = "offered"
     options: dict[str, Any] = field(default_factory=dict)  # of TSA, beside these
@@ -185,7 +185,8 @@ class LMCompare:
             [self.comparison.batch],
             [],
             self.device,
-            seconds=self.comparison.seconds,
+            "bf16" if self._options()["amp"] else "fp32",
+            self.comparison.seconds,
             ids=self.text.val,
             compiled=compilable(self.device),
         )

@@ -30,6 +30,8 @@ from .routing import Router
 from .text import Text, check_long, open_text
 from .tsa import TSA, softly
 
+WORTH_COMPILING = 4000  # steps; for fewer, compiling takes longer than it saves
+
 
 @dataclass
 class LMRecipe:
@@ -53,7 +55,7 @@ class LMRecipe:
     beta2: float = 0.99
     clip: float = 1.0
     amp: bool = True  # bf16 autocast on a GPU
-    compile: bool | None = None  # None: on a GPU
+    compile: bool | None = None  # None: on a GPU, when the run is long enough to win the time back
     seed: int = 0
     eval_every: int = 500  # steps; a checkpoint is written with it, so it is what a kill may cost
     eval_windows: int | None = None  # of the validation text; None: all
@@ -113,9 +115,10 @@ class LMRun:
             _groups(self.model, recipe.weight_decay), lr=recipe.lr, betas=(0.9, recipe.beta2), fused=self._gpu
         )
         self.lesson: Callable[[Tensor, Tensor], dict[str, Tensor]] = self._lesson
-        if recipe.compile or (recipe.compile is None and self._gpu and importlib.util.find_spec("triton")):
+        worth = self._gpu and recipe.steps >= WORTH_COMPILING and importlib.util.find_spec("triton") is not None
+        if worth if recipe.compile is None else recipe.compile:
             self.lesson = torch.compile(self._lesson)
-        self.step, self.seconds = 0, 0.0
+        self.step = 0
         self.history: list[dict[str, float]] = []
         self.noted = 0
         if resume:
@@ -145,8 +148,7 @@ class LMRun:
                 numbers: dict[str, float] = {name: float(value) / (self.step - since) for name, value in sums.items()}
                 if not math.isfinite(numbers["total"]):
                     raise DwindleError(f"The loss became {numbers['total']} by step {self.step}; lower lr.")
-                self.seconds = time.perf_counter() - begin
-                speed = (self.step - since) * recipe.batch * recipe.context / self.seconds
+                speed = (self.step - since) * recipe.batch * recipe.context / (time.perf_counter() - begin)
                 row = {"step": self.step, **numbers, **self.evaluate(), "train_tokens_per_s": round(speed)}
                 self.history.append(row)
                 self._save()

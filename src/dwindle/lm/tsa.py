@@ -48,8 +48,7 @@ class TSA(Router):
 
     def bind(self, shape: LMShape) -> None:
         super().bind(shape)
-        hidden = self.hidden or max(shape.width // 4, 1)
-        self.gates = nn.ModuleList(_gate(shape.width, hidden, self.open) for _ in range(shape.blocks - 1))
+        self.gates = nn.ModuleList(_gate(shape.width, self._hidden, self.open) for _ in range(shape.blocks - 1))
 
     def gate(self, now: Moment) -> Gate | None:
         if now.depth == 0:  # an embedding knows nothing of its context: there is nothing to decide by
@@ -67,8 +66,11 @@ class TSA(Router):
         return {"depth": self.penalty}
 
     def macs(self, depth: int) -> int:
-        hidden = self.hidden or max(self.shape.width // 4, 1)
-        return (self.shape.width + 1) * hidden if depth else 0
+        return (self.shape.width + 1) * self._hidden if depth else 0
+
+    @property
+    def _hidden(self) -> int:
+        return self.hidden or max(self.shape.width // 4, 1)
 
 
 def _gate(width: int, hidden: int, open: float) -> nn.Module:
