@@ -55,7 +55,7 @@ def bench_lm(
     adaptive: Callable[..., LMOutput] = partial(model, layout="packed")
     if compiled:
         static = torch.compile(static)
-        model.compile_parts()
+        model.compile_blocks()
     rows = []
     for batch in batches:
         size = (batch, shape.context)

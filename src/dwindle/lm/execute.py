@@ -7,6 +7,7 @@ that run. Both hand the same queries, keys and values to the same attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,6 +64,7 @@ class AdaptiveLM(nn.Module):
         method.bind(self.backbone.shape)
         self.lm, self.method = lm, method
         self.extra: dict[str, Any] = {}
+        self.compiled: Callable[..., Tensor] | None = None
 
     @property
     def backbone(self) -> Any:
@@ -97,7 +99,10 @@ class AdaptiveLM(nn.Module):
             if gate is None or layout == "masked":
                 x = _masked(block, x, gate, turns, cache, depth)
             else:
-                x = _packed(block, x, gate, turns, cache, depth)
+                rows = gate.keep.flatten().nonzero()[:, 0]  # (T,)
+                run = _rows_run if self.compiled is None or cache is not None else self.compiled
+                at = depth if cache else 0  # for the cache alone: one compiled function serves all blocks
+                x = run(block, x, rows, gate.scale, gate.weight, turns, cache, at)
             trace.lives.append(Where(shape, everyone if gate is None else gate.keep))
             trace.values.append({} if gate is None else gate.record)
             if gate is not None and gate.exit is not None:
@@ -106,12 +111,10 @@ class AdaptiveLM(nn.Module):
             cache.length += shape[1]
         return LMOutput(lm.readout(x), trace, exits)
 
-    def compile_parts(self) -> None:
-        """Compile what works on rows, for however many there are. It stays so: for timing and serving."""
-        for block in self.backbone.blocks:
-            for name in ("normed", "queries", "keys_values", "rest"):
-                if not hasattr(part := getattr(block, name), "_torchdynamo_orig_callable"):
-                    setattr(block, name, torch.compile(part, dynamic=True))
+    def compile_blocks(self) -> None:
+        """Compile packed blocks, for however many rows run. It stays so: for timing and serving."""
+        self.compiled = torch.compile(_rows_run, dynamic=True)
+        self.method.compile_parts()
 
     def terms(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
         """The cross-entropy of the next token in nats, the router's own terms, and their weighted sum under "total"."""
@@ -135,13 +138,23 @@ def tlops_saved(trace: Trace) -> Tensor:
 def _masked(block: Any, x: Tensor, gate: Gate | None, turns: Turns, cache: Cache | None, depth: int) -> Tensor:
     h = block.normed(x)
     k, v = block.keys_values(h, turns)
-    new = block.rest(x, _attend(block, block.queries(h, turns), k, v, gate, cache, depth))
+    weight = None if gate is None else gate.weight
+    new = block.rest(x, _attend(block, block.queries(h, turns), k, v, weight, cache, depth))
     return new if gate is None else x + gate.scale[..., None].to(x.dtype) * (new - x)
 
 
-def _packed(block: Any, x: Tensor, gate: Gate, turns: Turns, cache: Cache | None, depth: int) -> Tensor:
+def _rows_run(
+    block: Any,
+    x: Tensor,
+    rows: Tensor,
+    scale_BN: Tensor,
+    weight_BN: Tensor | None,
+    turns: Turns,
+    cache: Cache | None,
+    depth: int,
+) -> Tensor:
+    """The stream after a block that only these rows (T,) run; without weights all offer keys."""
     shape = x.shape[:2]
-    rows = gate.keep.flatten().nonzero()[:, 0]  # (T,)
     flat, here = x.flatten(0, 1), tuple(t[rows % shape[1]] for t in turns)
     live = flat[rows]
 
@@ -150,7 +163,7 @@ def _packed(block: Any, x: Tensor, gate: Gate, turns: Turns, cache: Cache | None
         everywhere = rows_T.new_zeros(len(flat), *rows_T.shape[1:])
         return everywhere.index_copy(0, rows, rows_T).unflatten(0, shape)
 
-    if gate.keys == "offered":
+    if weight_BN is None:
         h = block.normed(x)
         k, v = block.keys_values(h, turns)
         h = h.flatten(0, 1)[rows]
@@ -159,17 +172,18 @@ def _packed(block: Any, x: Tensor, gate: Gate, turns: Turns, cache: Cache | None
         k, v = (spread(t) for t in block.keys_values(h, here))
     if not len(rows):  # keys go to the cache also where nobody listens
         if cache is not None:
-            cache.extend(depth, k, v, gate.weight)
+            cache.extend(depth, k, v, weight_BN)
         return x
-    heard = _attend(block, spread(block.queries(h, here)), k, v, gate, cache, depth)
+    heard = _attend(block, spread(block.queries(h, here)), k, v, weight_BN, cache, depth)
     new = block.rest(live, heard.flatten(0, 1)[rows])
-    scale = gate.scale.flatten()[rows, None].to(x.dtype)
+    scale = scale_BN.flatten()[rows, None].to(x.dtype)
     return flat.index_copy(0, rows, live + scale * (new - live)).unflatten(0, shape)
 
 
-def _attend(block: Any, q: Tensor, k: Tensor, v: Tensor, gate: Gate | None, cache: Cache | None, depth: int) -> Tensor:
+def _attend(
+    block: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, cache: Cache | None, depth: int
+) -> Tensor:
     """(B, N, H * E): what every token hears of those up to itself."""
-    weight = None if gate is None else gate.weight
     if cache is not None:
         k, v, weight = cache.extend(depth, k, v, weight)
     return attend_causal(q, k, v, weight, dropout_p=block.attention_dropout).flatten(-2)

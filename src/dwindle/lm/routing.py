@@ -82,6 +82,9 @@ class Router(nn.Module):
         """Before a block; None: all run it as they are."""
         return None
 
+    def compile_parts(self) -> None:
+        """Compile what decisions are made with, for inference."""
+
     def losses(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
         return {}
 

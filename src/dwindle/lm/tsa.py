@@ -58,6 +58,10 @@ class TSA(Router):
         keep = torch.ones_like(p, dtype=torch.bool) if self.training else p >= self.tau
         return Gate(p, keep, self.keys, {"p": p})
 
+    def compile_parts(self) -> None:
+        for gate in self.gates:
+            gate.compile()
+
     def losses(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
         return {"depth": torch.stack([values["p"].mean() for values in out.trace.values[1:]]).mean()}
 
