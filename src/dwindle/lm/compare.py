@@ -100,7 +100,7 @@ class LMCompare:
         saved, blocks = goal["tlops_saved"], self.comparison.base.blocks
 
         def turned(model: AdaptiveLM) -> dict[str, Any]:
-            reached = calibrate(model, self.text.train[: len(self.text.val)], saved, **self._options())
+            reached = calibrate(model, self._seen(), saved, **self._options())
             return self._measure(model) | {"reached_on_training_text": reached}
 
         yield from self._result(f"early exit as {tsa}", seed, "EarlyExit", {}, turned, folder=f"early_exit-s{seed}")
@@ -118,6 +118,10 @@ class LMCompare:
 
     def _measure(self, model: AdaptiveLM, ids: Tensor | None = None, **options: Any) -> dict[str, Any]:
         return evaluate(model, self.text.val if ids is None else ids, **(self._options() | options))
+
+    def _seen(self) -> Tensor:
+        """Training text to set dials on, as much as there is to validate."""
+        return self.text.train[: len(self.text.val)]
 
     def _path(self, name: str, seed: int) -> Path:
         return self.folder / f"{_slug(name)}-s{seed}.json"
@@ -162,17 +166,21 @@ class LMCompare:
         return load_lm(folder).to(run.device), speed
 
     def _look_at_tsa(self, model: AdaptiveLM) -> dict[str, Any]:
-        """Hard against soft, then the controls and the clock at the tau that costs no more than is allowed."""
+        """Hard against soft, then the controls and the clock at the tau that costs no more than is allowed.
+
+        That tau is chosen on training text, the sweep shown is of the validation text.
+        """
         router: Any = model.method
         router.tau = 0.0
-        soft = self._measure(model, layout="masked")
-        sweep = []
+        soft, known = self._measure(model, layout="masked"), self._measure(model, self._seen(), layout="masked")
+        sweep, fits = [], [0.0]
         for tau in self.comparison.taus:
             router.tau = tau
             hard = self._measure(model)
             sweep.append({"tau": tau} | {k: hard[k] for k in ("loss", "bpc", "tlops_saved", "macs_saved")})
-        fits = [s["tau"] for s in sweep if s["loss"] <= soft["loss"] * (1 + self.comparison.allowed)]
-        router.tau = max(fits, default=0.0)
+            if self._measure(model, self._seen())["loss"] <= known["loss"] * (1 + self.comparison.allowed):
+                fits.append(tau)
+        router.tau = max(fits)
         hard = self._measure(model)
         rates, means = tuple(hard["rates"]), tuple(soft["means"])
         controls = {}

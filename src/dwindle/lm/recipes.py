@@ -25,7 +25,7 @@ def tsa_shakespeare() -> LMRecipe:
         warmup=100,
         eval_every=250,
         eval_windows=128,
-        method_options={"penalty": 0.01, "tau": 0.2},
+        method_options={"penalty": 0.01, "tau": 0.1},
     )
 
 
