@@ -24,6 +24,7 @@ from .methods import Method
 from .model import AdaptiveViT, adapt
 
 CONFIG, WEIGHTS, FORMAT = "config.json", "model.safetensors", 1
+LANGUAGE = ("charlm", "hf_lm")  # families of language models
 
 
 def save(
@@ -99,6 +100,10 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
     folder = find(source, revision)
     config = read_config(folder)
     backbone, method = config["backbone"], config["method"]
+    if backbone["family"] in LANGUAGE:
+        from .lm.load import load_lm
+
+        return load_lm(folder, lm=vit)  # type: ignore[return-value]  # an AdaptiveLM: lm/ stands beside the ViTs
     if method["name"] not in Method.registry:
         raise unknown("method", method["name"], Method.registry, hint=f"{folder / CONFIG} was saved with it")
     weights = _read_weights(folder / WEIGHTS)

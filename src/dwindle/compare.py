@@ -28,8 +28,9 @@ from .errors import DwindleError, unknown
 from .methods import Method
 from .model import AdaptiveViT, adapt
 from .train.evaluate import calibrate
-from .train.loop import STATE, Run
+from .train.loop import Run
 from .train.recipe import Recipe
+from .train.state import STATE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -34,6 +34,7 @@ from .gauge import (
     turn_dial,
 )
 from .images import preprocess_of
+from .lm.load import is_language
 from .methods.base import require
 from .methods.static import Static
 from .model import AdaptiveViT
@@ -73,6 +74,8 @@ def report(
     folders = [find(source) for source in (run, *others)]
     metrics = [charts.read_metrics(folder) for folder in folders]
     static = next((f for f in folders[1:] if read_config(f)["method"]["name"] == Static.__name__), None)
+    if any(is_language(read_config(folder)) for folder in folders):
+        raise DwindleError("dwindle report explains vision models; look at a language model with dwindle view.")
     model = load(folders[0])
     rival = load(static) if static else model
     images = open_data(data or _own_data(model, folders[0]), "test")

@@ -82,11 +82,15 @@ class Method(nn.Module):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Constructor arguments as they stand now, as JSON."""
-        return {name: _plain(getattr(self, name)) for name in inspect.signature(type(self)).parameters}
+        return settings(self)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.config.items())
+
+
+def settings(owner: nn.Module) -> dict[str, Any]:
+    """Constructor arguments as they stand now, as JSON."""
+    return {name: _plain(getattr(owner, name)) for name in inspect.signature(type(owner)).parameters}
 
 
 def _plain(value: Any) -> Any:
