@@ -211,7 +211,8 @@ def compare(
     """Train and evaluate methods under the same conditions. A killed comparison goes on where it was: same command."""
     import dataclasses
 
-    from .compare import Compare, markdown, read_results, summarised, tradeoff
+    from .charts import tradeoff
+    from .compare import Compare, markdown, read_results, summarised
     from .lm import cli as language
     from .train.recipe import changed, find_comparison
     from .view import save_figure

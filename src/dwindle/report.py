@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from . import charts
 from .checkpoint import find, load, read_config
 from .demo import class_names
 from .errors import DwindleError
+from .files import write_text
 from .gauge import (
     TURNED_IMAGES,
     Baseline,
@@ -324,12 +324,7 @@ class Page:
             footer="Made by dwindle report, from traces alone. GMACs count linear layers, attention and the method.",
         )
         self.out.mkdir(parents=True, exist_ok=True)
-        path, draft = self.out / "index.html", self.out / f".{uuid4().hex}.tmp"
-        try:
-            draft.write_text(html, encoding="utf-8")
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+        path = write_text(self.out / "index.html", html)
         left = {"left_out": self.left_out}
         return {"run": run, "data": data, "page": str(path), "figures": self.figures, **numbers, **self.numbers, **left}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..card import CARD
 from ..checkpoint import read_config
+from ..files import write_text
 
 
 def lm_card(config: dict[str, Any], name: str) -> str:
@@ -54,7 +55,4 @@ def lm_card(config: dict[str, Any], name: str) -> str:
 
 def write_lm_card(folder: str | os.PathLike, name: str | None = None) -> Path:
     folder = Path(folder)
-    path, scratch = folder / CARD, folder / f".{CARD}"
-    scratch.write_text(lm_card(read_config(folder), name or folder.name))
-    os.replace(scratch, path)
-    return path
+    return write_text(folder / CARD, lm_card(read_config(folder), name or folder.name))

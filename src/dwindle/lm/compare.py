@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..compare import _machine, _read, _slug
 from ..errors import DwindleError, unknown
+from ..files import write_text
 from ..train.state import STATE
 from .bench import bench_lm, compilable
 from .evaluate import calibrate, evaluate
@@ -153,9 +154,7 @@ class LMCompare:
             result = {"comparison": self.name, "name": name, "seed": seed, "router": router}
             result |= {"options": model.method.config, **found, **trained, "conditions": conditions}
             result["machine"] = _machine(next(model.parameters()).device)
-            scratch = path.with_suffix(".tmp")
-            scratch.write_text(json.dumps(result, indent=1) + "\n")
-            os.replace(scratch, path)
+            write_text(path, json.dumps(result, indent=1) + "\n")
         yield _read(path)
 
     def _trained(self, recipe: LMRecipe, folder: Path, name: str) -> tuple[AdaptiveLM, dict[str, Any]]:

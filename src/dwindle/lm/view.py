@@ -6,7 +6,6 @@ import os
 from html import escape
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ..charts import SHELL, STYLE, table
 from ..errors import DwindleError
+from ..files import write_text
 from ..view import _scale
 from .execute import AdaptiveLM
 from .load import vocabulary_of
@@ -70,9 +70,7 @@ def page(model: AdaptiveLM, ids: Tensor, out: str | os.PathLike, title: str, dev
     if any(path.is_file() for path in (folder, *folder.parents)):
         raise DwindleError(f"'{folder}' cannot be a folder, there is a file of that name; choose another --out.")
     folder.mkdir(parents=True, exist_ok=True)
-    path, draft = folder / "index.html", folder / f".{uuid4().hex}.tmp"
-    draft.write_text(html, encoding="utf-8")
-    os.replace(draft, path)
+    path = write_text(folder / "index.html", html)
     return {"page": str(path), **numbers, "by_kind": {name: round(value, 3) for name, value in kinds.items()}}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DwindleError
+from ..files import draft
 
 STATE = "state.pt"
 
@@ -30,9 +30,8 @@ def claim_folder(out: Path, resume: bool) -> None:
 
 
 def write_state(out: Path, state: dict[str, Any]) -> None:
-    scratch = out / f".{STATE}"
-    torch.save(state, scratch)
-    os.replace(scratch, out / STATE)
+    with draft(out / STATE) as scratch:
+        torch.save(state, scratch)
 
 
 def read_state(out: Path, given: dict[str, Any]) -> dict[str, Any]:
@@ -66,12 +65,10 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
 def write_metrics(out: Path, history: list[dict[str, float]], noted: int = 0, by: str = "epoch") -> int:
     """metrics.csv, and TensorBoard's file from row `noted` on; returns how many rows are noted now."""
     names = list(dict.fromkeys(name for row in history for name in row))
-    scratch = out / ".metrics.csv"
-    with scratch.open("w", newline="") as file:
+    with draft(out / "metrics.csv") as scratch, scratch.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(history)
-    os.replace(scratch, out / "metrics.csv")
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
