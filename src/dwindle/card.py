@@ -24,7 +24,9 @@ def model_card(config: dict[str, Any], name: str) -> str:
         "---",
         f"# {name}",
         "",
-        f"{backbone} with {method['name']}: tokens stop being computed when they are done.",
+        f"{backbone} with {method['name']}: tokens stop being computed when they are done."
+        if method["name"]
+        else f"{backbone}: tokens, depth and width are chosen at run time.",
         "",
         "```python",
         "import dwindle",
