@@ -35,7 +35,7 @@ def model_card(config: dict[str, Any], name: str) -> str:
         "```",
         "",
     ]
-    if "top1" in results:
+    if "top5" in results:
         share = results["gmacs"] / results["gmacs_static"]
         lines += [
             "| top-1 | top-5 | GMACs | of static | images | layout |",
@@ -53,7 +53,11 @@ def model_card(config: dict[str, Any], name: str) -> str:
     ):
         if value:
             lines += [f"**{title}**: {value}", ""]
-    for title, settings in (("Method", method["options"]), ("Recipe", recipe)):
+    for title, settings in (
+        ("Results", {} if "top5" in results else results),
+        ("Method", method["options"]),
+        ("Recipe", recipe),
+    ):
         if settings:
             listing = ", ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())
             lines += [f"**{title}**: `{listing}`", ""]

@@ -143,11 +143,11 @@ def train(
 ) -> None:
     """Train a recipe. A killed run loses what came after its last save (each epoch): go on with --resume."""
     from . import ranks
-    from .train.loop import Run
     from .train.recipe import changed, find_recipe
 
     settings = changed(find_recipe(recipe)(), set or [])
-    run = Run(settings, data, out, eval_data=eval_data, device=_device(device), resume=resume, limit=limit)
+    begin = settings.runner()
+    run = begin(settings, data, out, eval_data=eval_data, device=_device(device), resume=resume, limit=limit)
     speaks = ranks.rank() == 0  # of several processes one
     with _progress(speaks) as bar:
         task = bar.add_task("training", total=settings.epochs * run.steps_per_epoch, completed=run.step)

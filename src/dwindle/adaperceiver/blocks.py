@@ -129,7 +129,7 @@ class MatFFN(nn.Module):
         """kept: (B, 1, hidden) of 0 and 1, for training. GELU(0) = 0, so masking after it is masking before it."""
         if hidden is None or hidden == self.fc1.out_features:
             x = F.gelu(self.fc1(x))
-            return self.fc2(x if kept is None else x * kept)
+            return self.fc2(x if kept is None else x * kept.to(x.dtype))
         x = F.gelu(F.linear(x, self.fc1.weight[:hidden], self.fc1.bias[:hidden]))
         return F.linear(x, self.fc2.weight[:, :hidden], self.fc2.bias)
 

@@ -42,10 +42,11 @@ def read_macs(model: AdaPerceiver, patches: int, tokens: int) -> int:
 
 def write_macs(model: AdaPerceiver, patches: int, tokens: int) -> int:
     """Latents to answers. Learned output tokens read by a table (`Write`), dense ones by plain cross-attention."""
-    d, out = model.width, model.outputs
-    if out == "class":
-        return 2 * model.heads * d * tokens + 2 * d * d + d * model.classes
-    return 2 * tokens * d * d + patches * (3 * d * d + 2 * tokens * d + d * model.classes)
+    d = model.width
+    head = d * model.classes + (d * d if model.config["head"] == "mlp" else 0)
+    if model.outputs == "class":
+        return 2 * model.heads * d * tokens + 2 * d * d + head
+    return 2 * tokens * d * d + patches * (3 * d * d + 2 * tokens * d + head)
 
 
 def setting_macs(

@@ -21,7 +21,7 @@ from ..trace import Trace
 from .blocks import Attend, Block, MatFFN, Read, Turn, Write, attention, fastest, steps, turns
 from .cost import setting_macs, trace_macs
 
-OUTPUTS = ("class", "dense")
+OUTPUTS, HEADS = ("class", "dense"), ("linear", "mlp")
 PRESETS: dict[str, dict[str, Any]] = {
     # C.7, but patches of 16: with the 14 printed there it has 143.7M parameters, with 16 the 143.8M of Table 5.
     "paper": {},
@@ -59,7 +59,8 @@ class Answers:
 class AdaPerceiver(nn.Module):
     """`model(images, tokens=96, depth=12, width=624)`; left out, each is the largest it was trained with.
 
-    outputs: 'class', one learned output token; 'dense', an answer for each patch. tokens and widths: those trained.
+    tokens, widths: those trained. outputs: 'class', one learned output token; 'dense', an answer for each patch.
+    head: 'linear', or 'mlp' for feature distillation (D.1).
     """
 
     def __init__(
@@ -78,11 +79,14 @@ class AdaPerceiver(nn.Module):
         layer_scale: float = 1e-5,
         rope_theta: float = 10000.0,
         outputs: str = "class",
+        head: str = "linear",
     ) -> None:
         super().__init__()
         tokens, widths = tuple(tokens), tuple(widths or (width,))
         if outputs not in OUTPUTS:
             raise unknown("kind of outputs", outputs, OUTPUTS)
+        if head not in HEADS:
+            raise unknown("head", head, HEADS)
         for given, fits, expected in (
             (f"image = {image}", not image % patch, f"it must be a multiple of the patch, {patch}"),
             (f"width = {width}", not width % (2 * heads), f"it must be a multiple of 2 x {heads} heads"),
@@ -100,7 +104,7 @@ class AdaPerceiver(nn.Module):
         self.config = {
             **{"classes": classes, "image": image, "patch": patch, "channels": channels, "width": width},
             **{"depth": depth, "heads": heads, "ffn_ratio": ffn_ratio, "tokens": tokens, "widths": widths},
-            **{"layer_scale": layer_scale, "rope_theta": rope_theta, "outputs": outputs},
+            **{"layer_scale": layer_scale, "rope_theta": rope_theta, "outputs": outputs, "head": head},
         }
         self.classes, self.image, self.patch, self.channels = classes, image, patch, channels
         self.width, self.depth, self.heads, self.ffn_ratio = width, depth, heads, ffn_ratio
@@ -119,7 +123,8 @@ class AdaPerceiver(nn.Module):
             self.output = nn.Parameter(torch.empty(1, width))
         else:
             self.output_proj = nn.Linear(width, width)  # C.6
-        self.head = nn.Linear(width, classes)
+        last = nn.Linear(width, classes)
+        self.head = last if head == "linear" else nn.Sequential(nn.Linear(width, width), nn.GELU(), last)
         self._start()
 
     @classmethod

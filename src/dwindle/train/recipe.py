@@ -84,6 +84,12 @@ class Recipe:
             named = self.augment.startswith("rand")
             require(named, f"augment = {self.augment}", "it names timm's RandAugment, such as rand-m9-mstd0.5-inc1")
 
+    def runner(self) -> Any:
+        """What trains it."""
+        from .loop import Run
+
+        return Run
+
     def make_method(self) -> Method:
         if self.method not in Method.registry:
             raise unknown("method", self.method, Method.registry)
@@ -113,7 +119,7 @@ def changed(recipe: Recipe, settings: Iterable[str]) -> Recipe:
                 recipe, method_options={**recipe.method_options, key.removeprefix("method."): value}
             )
         elif key in fields and key != "method_options":
-            wanted = typing.get_type_hints(Recipe)[key]
+            wanted = typing.get_type_hints(type(recipe))[key]
             kinds = set(typing.get_args(wanted) or (wanted,))
             if type(value) not in kinds | ({int} if float in kinds else set()):
                 raise DwindleError(f"--set {setting}: {key} is {' or '.join(k.__name__ for k in kinds)}.")
