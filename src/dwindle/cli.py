@@ -315,7 +315,6 @@ def evaluate(
     device: Device = None,
 ) -> None:
     """Accuracy, cost and speed of a checkpoint on a data set."""
-    from .checkpoint import load
     from .images import preprocess_of
     from .methods.base import require
     from .tokens import LAYOUTS
@@ -328,7 +327,7 @@ def evaluate(
         raise unknown("layout", layout, LAYOUTS)
     require(batch >= 1, f"--batch {batch}", "it must be at least 1")
     require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
-    model = load(checkpoint)
+    model = _adaptive(checkpoint)
     if threshold is not None:
         _turn_threshold(model, threshold)
     images = open_data(data, "test")
@@ -341,6 +340,17 @@ def evaluate(
         result = measure(model, batches, layout=layout, device=_device(device), progress=lambda n: bar.advance(task, n))
     _table(f"{checkpoint} on {data} ({layout})", list(result), [list(result.values())])
     _finish(result)
+
+
+def _adaptive(checkpoint: str) -> Any:
+    """A checkpoint of a transformer whose tokens halt."""
+    from .checkpoint import load
+    from .model import AdaptiveViT
+
+    model: Any = load(checkpoint)
+    if not isinstance(model, AdaptiveViT):
+        raise DwindleError(f"{checkpoint} is an AdaPerceiver, whose tokens do not halt; use dwindle grid or policies.")
+    return model
 
 
 def _turn_threshold(model: Any, threshold: float) -> None:
@@ -436,10 +446,9 @@ def view(
     device: Device = None,
 ) -> None:
     """Draw for each image which patches were computed how far, the plan beside the execution, and the exits."""
-    from .checkpoint import load
     from .demo import look
 
-    model = load(checkpoint)
+    model = _adaptive(checkpoint)
     if threshold is not None:
         _turn_threshold(model, threshold)
     result = look(model, images, out, _device(device))
@@ -463,3 +472,8 @@ def methods() -> None:
         console.print(f"[bold]{row['name']}[/bold]  {_plain(row['paper'])}\n  {_plain(row['about'])}")
         console.print("  " + _plain(", ".join(f"{n}={v}" for n, v in row["settings"].items())) + "\n", style="dim")
     _finish({"methods": rows})
+
+
+from .adaperceiver.commands import register  # noqa: E402  (it uses the helpers above)
+
+register(app)
