@@ -152,7 +152,10 @@ def test_commands_and_flags_are_frozen():
         "bench": ["MODEL", "--batch", "--fraction", "--dtype", "--seconds", "--static", "--data", "--device"],
         "view": ["CHECKPOINT", "IMAGES", "--out", "--threshold", "--device"],
         "methods": [],
-        "grid": ["CHECKPOINT", "--data", "--out", "--between", "--seconds", "--batch", "--limit", "--device"],
+        "grid": [
+            *("CHECKPOINT", "--data", "--out", "--between", "--seconds"),
+            *("--dtype", "--batch", "--limit", "--device"),
+        ],
         "policies": [
             *("CHECKPOINT", "--data", "--thresholds", "--prices", "--epochs"),
             *("--out", "--batch", "--limit", "--device"),

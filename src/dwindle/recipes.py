@@ -6,6 +6,7 @@ DATA stands for a folder with the data sets and DeiT's weights, as docs/data.md 
 import dataclasses
 from typing import Any
 
+from .adaperceiver.dense import DenseRecipe
 from .adaperceiver.recipe import AdaRecipe
 from .compare import Comparison, Entry
 from .train.recipe import Recipe
@@ -121,6 +122,14 @@ def ada_static_cifar100() -> Recipe:
     """
     fixed = {"tokens": (128,), "widths": (256,)}
     return dataclasses.replace(_ada(), method_options=fixed, stages=(1.0, 0.0, 0.0))
+
+
+def ada_segment() -> Recipe:
+    """Segmentation by the write head of a trained AdaPerceiver (folder ADA); D.3. Depth (D.4): --set task=depth.
+
+    dwindle train ada_segment --data DATA/ade20k --out runs/ada_segment --set weights=ADA --set freeze_backbone=true
+    """
+    return DenseRecipe(epochs=40, batch=16, lr=5e-4, weight_decay=0.1, clip=3.0, ema=0.9995)
 
 
 def ada_tiny_test() -> Recipe:

@@ -81,7 +81,7 @@ def attention(kind: str, ends: tuple[int, ...], device: torch.device) -> Attend:
 def fastest(
     shape: tuple[int, ...], ends: tuple[int, ...], device: torch.device, dtype: torch.dtype, backward: bool
 ) -> str:
-    """Which of the three is fastest here for q, k, v of this shape (B, H, N, K), by measurement; on a CPU 'steps'."""
+    """Which way is fastest here for q, k, v of this shape (B, H, N, K), by measurement; on a CPU 'steps'."""
     if device.type != "cuda" or len(ends) == 1:
         return "steps"
     from ..bench import milliseconds
@@ -95,7 +95,8 @@ def fastest(
                 out.sum().backward()
 
     calls: dict[str, Callable[[], None]] = {}
-    for kind in ("steps", "mask", "flex"):
+    # FlexAttention is compiled for its shape: worth it in training, where the batch stays the same.
+    for kind in ("steps", "mask", *(["flex"] if backward else [])):
         try:
             call = partial(once, attention(kind, ends, device))
             call()
@@ -186,6 +187,8 @@ class Write(CrossAttention):
     W_v sum_n a_n x_n. A read-out then costs 2 H D per latent instead of 2 D^2: looking at every depth becomes cheap.
     """
 
+    compiled = False  # one of many runs alike: compiling the read-outs pays
+
     def table(self, output: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
         """(N, H, D) and (N, H): what each position's normalised latent is multiplied with to give its score."""
         width = output.shape[-1]
@@ -195,16 +198,23 @@ class Write(CrossAttention):
         return torch.einsum("hnk,hkd->nhd", q, weight), torch.einsum("hnk,hk->nh", q, bias)
 
     def folded(self, latents: Tensor, table: tuple[Tensor, Tensor], keep: Tensor | None = None) -> Tensor:
-        """(B, G, D): for each row of `keep` (G, N) bool, or (B, G, N), a read-out of those latents alone."""
-        x, (weight, bias) = self.norm_source(latents), table
-        fine = torch.promote_types(x.dtype, torch.float32)
-        score = torch.einsum("bnd,nhd->bhn", x, weight.to(x.dtype)).to(fine) + bias.to(fine).T  # (B, H, N)
-        score = score[:, :, None]  # (B, H, 1, N)
-        if keep is not None:
-            keep = keep[None, None] if keep.dim() == 2 else keep[:, None]
-            score = score.masked_fill(~keep, -torch.inf)  # (B, H, G, N)
-        pooled = torch.einsum("bhgn,bnd->bghd", score.softmax(-1).to(x.dtype), x)
-        width = x.shape[-1]
-        values = self.kv.weight[width:].unflatten(0, (self.heads, -1)).to(x.dtype)  # (H, K, D)
-        out = torch.einsum("bghd,hkd->bghk", pooled, values).flatten(2)
-        return self.proj(out + self.kv.bias[width:].to(x.dtype))
+        """(B, G, D): for each row of `keep` (G, N) bool a read-out of those latents alone."""
+        return (_compiled_fold() if self.compiled else fold)(self, latents, *table, keep)
+
+
+def fold(write: Write, latents: Tensor, weight: Tensor, bias: Tensor, keep: Tensor | None) -> Tensor:
+    x, width = write.norm_source(latents), latents.shape[-1]
+    fine = torch.promote_types(x.dtype, torch.float32)
+    score = torch.einsum("bnd,nhd->bhn", x, weight.to(x.dtype)).to(fine) + bias.to(fine).T  # (B, H, N)
+    score = score[:, :, None]  # (B, H, 1, N)
+    if keep is not None:
+        score = score.masked_fill(~keep, -torch.inf)  # (B, H, G, N)
+    pooled = torch.einsum("bhgn,bnd->bghd", score.softmax(-1).to(x.dtype), x)
+    values = write.kv.weight[width:].unflatten(0, (write.heads, -1)).to(x.dtype)  # (H, K, D)
+    out = torch.einsum("bghd,hkd->bghk", pooled, values).flatten(2)
+    return write.proj(out + write.kv.bias[width:].to(x.dtype))
+
+
+@cache
+def _compiled_fold() -> Callable[..., Tensor]:
+    return torch.compile(fold, dynamic=False)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..cli import Checkpoint, Data, Device, _device, _finish, _numbers, _progress, _table
-from ..errors import DwindleError
+from ..errors import DwindleError, unknown
 
 
 def register(app: typer.Typer) -> None:
@@ -64,14 +64,18 @@ def grid(
         str | None, typer.Option(help="Token counts besides the trained ones, separated by commas: 8,24,48,192.")
     ] = None,
     seconds: Annotated[float, typer.Option(help="Time for measuring latencies.")] = 10.0,
+    dtype: Annotated[str, typer.Option(help="Of the latencies: fp32, bf16 or fp16.")] = "fp32",
     batch: Annotated[int, typer.Option(help="Images at a time.")] = 128,
     limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
     device: Device = None,
 ) -> None:
     """Accuracy of an AdaPerceiver at every number of tokens, depth and width; and how its latency falls."""
+    from ..bench import DTYPES
     from . import figures
     from . import grid as measure
 
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
     model, place = _model(checkpoint), _device(device)
     served = _served(model, data, "test", place, limit)
     with _progress() as bar:
@@ -84,7 +88,7 @@ def grid(
     depths = sorted({max(1, round(model.depth * share / 4)) for share in range(1, 5)}, reverse=True)
     settings = [(t, d, model.width) for d in depths for t in reversed(model.tokens)]
     settings += [(model.tokens[-1], model.depth, w) for w in model.widths[:-1]]
-    latency = measure.latencies(model, settings, batch, place, seconds=seconds)
+    latency = measure.latencies(model, settings, batch, place, DTYPES[dtype], seconds)
     top1 = {(r["tokens"], r["depth"], r["width"]): r["top1"] for r in rows}
     latency = [r | {"top1": top1[r["tokens"], r["depth"], r["width"]]} for r in latency]
     result = {
@@ -95,6 +99,7 @@ def grid(
         "between": along,
         "latency": latency,
         "batch": batch,
+        "dtype": dtype,
         "device": place,
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -108,7 +113,7 @@ def grid(
     lines = [[d, *[f"{r['top1']:.2f}" for r in full if r["depth"] == d]] for d in range(1, model.depth + 1)]
     _table(f"{checkpoint} on {data}: top-1 at full width", columns, lines)
     columns = ["tokens", "depth", "width", "top1", "gmacs", "ms", "speedup"]
-    _table(f"latency, batch {batch} on {place}", columns, [[row[c] for c in columns] for row in latency])
+    _table(f"latency, batch {batch}, {dtype} on {place}", columns, [[row[c] for c in columns] for row in latency])
     _finish({k: v for k, v in result.items() if k != "rows"} | {"out": str(out)})
 
 

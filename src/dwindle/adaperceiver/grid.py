@@ -5,9 +5,11 @@ W widths, L depths, G granularities, n images.
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,12 +111,10 @@ def latencies(
     seconds: float = 4.0,
 ) -> list[dict[str, Any]]:
     """Milliseconds of (tokens, depth, width) settings, timed turn about; each against the first, round by round."""
-    from functools import partial
-
     from ..bench import milliseconds
 
     place = torch.device(device)
-    model = model.eval().to(place, dtype)
+    model = copy.deepcopy(model).eval().to(place, dtype)
     images = torch.randn(batch, model.channels, model.image, model.image, device=place, dtype=dtype)
     spent = milliseconds([partial(model, images, t, d, w) for t, d, w in settings], seconds, place)
     return [

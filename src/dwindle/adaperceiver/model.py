@@ -241,7 +241,8 @@ class AdaPerceiver(nn.Module):
         ends = steps(tokens, self.tokens)
         size = self.width // self.heads
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else patches.dtype
-        shape = (len(patches), self.heads, tokens, size)
+        # Groups of any size come by; measured is the next power of two.
+        shape = (1 << (len(patches) - 1).bit_length(), self.heads, tokens, size)
         kind = self.attention or fastest(shape, ends, patches.device, dtype, torch.is_grad_enabled())
         return turns(tokens, size, self.rope_theta, patches), attention(kind, ends, patches.device)
 

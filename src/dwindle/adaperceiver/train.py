@@ -84,6 +84,7 @@ class AdaRun(Run):
         able = self.device.type == "cuda" and images >= WORTH_COMPILING
         compiled = able if recipe.compile is None else recipe.compile
         if compiled:
+            self.model.write.compiled = True
             for block in self.model.blocks:
                 block.compile(dynamic=False)
         self.learn: Any = SimpleNamespace(bare=SimpleNamespace(compiled=compiled))
