@@ -158,6 +158,14 @@ def test_commands_and_flags_are_frozen():
             *("CHECKPOINT", "--prompt", "--length", "--temperature", "--top-k", "--seed", "--tau", "--device"),
         ],
         "methods": [],
+        "grid": [
+            *("CHECKPOINT", "--data", "--out", "--between", "--seconds"),
+            *("--dtype", "--batch", "--limit", "--device"),
+        ],
+        "policies": [
+            *("CHECKPOINT", "--data", "--thresholds", "--prices", "--epochs"),
+            *("--out", "--batch", "--limit", "--device"),
+        ],
     }
     for name in found:
         done = run(f"{name} --help")

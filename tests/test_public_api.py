@@ -8,8 +8,8 @@ import sys
 import dwindle
 
 NAMES = [
-    *["AHT", "AViT", "AdaptiveViT", "DwindleError", "Method", "Output", "Static", "Tokens", "Trace", "Verdict"],
-    *["adapt", "calibrate", "load", "save"],
+    *["AHT", "AViT", "AdaPerceiver", "AdaptiveViT", "DwindleError", "Method", "Output", "Static", "Tokens"],
+    *["Trace", "Verdict", "adapt", "calibrate", "load", "save"],
 ]
 
 

@@ -27,7 +27,10 @@ def model_to_bench(name: str) -> AdaptiveViT:
     import timm
 
     if name in shipped() or Path(name).exists() or "/" in name:
-        return load(name)
+        model = load(name)
+        if not isinstance(model, AdaptiveViT):
+            raise DwindleError(f"{name} is an AdaPerceiver, whose tokens do not halt; dwindle grid times its settings.")
+        return model
     if not timm.is_model(name):
         raise unknown("model or checkpoint", name, [*timm.list_models(), *shipped()])
     vit = timm.create_model(name)

@@ -25,7 +25,9 @@ def model_card(config: dict[str, Any], name: str) -> str:
         "---",
         f"# {name}",
         "",
-        f"{backbone} with {method['name']}: tokens stop being computed when they are done.",
+        f"{backbone} with {method['name']}: tokens stop being computed when they are done."
+        if method["name"]
+        else f"{backbone}: tokens, depth and width are chosen at run time.",
         "",
         "```python",
         "import dwindle",
@@ -34,7 +36,7 @@ def model_card(config: dict[str, Any], name: str) -> str:
         "```",
         "",
     ]
-    if "top1" in results:
+    if "top5" in results:
         share = results["gmacs"] / results["gmacs_static"]
         lines += [
             "| top-1 | top-5 | GMACs | of static | images | layout |",
@@ -52,7 +54,11 @@ def model_card(config: dict[str, Any], name: str) -> str:
     ):
         if value:
             lines += [f"**{title}**: {value}", ""]
-    for title, settings in (("Method", method["options"]), ("Recipe", recipe)):
+    for title, settings in (
+        ("Results", {} if "top5" in results else results),
+        ("Method", method["options"]),
+        ("Recipe", recipe),
+    ):
         if settings:
             listing = ", ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())
             lines += [f"**{title}**: `{listing}`", ""]

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,16 @@ from .errors import DwindleError, unknown
 from .methods import Method
 from .model import AdaptiveViT, adapt
 
+if TYPE_CHECKING:
+    from .adaperceiver import AdaPerceiver
+
 CONFIG, WEIGHTS, FORMAT = "config.json", "model.safetensors", 1
 LANGUAGE = ("charlm", "hf_lm")  # families of language models
+OWN = "adaperceiver"  # the family of networks that are no conversion
 
 
 def save(
-    model: AdaptiveViT,
+    model: AdaptiveViT | AdaPerceiver,
     folder: str | os.PathLike,
     *,
     what: str = "all",
@@ -52,11 +56,7 @@ def save(
     config = {
         "format": FORMAT,
         "library": "dwindle",
-        "backbone": {
-            "family": model.backbone.family,
-            **(model.backbone.describe() or {"model": None, "options": None}),
-        },
-        "method": {"name": type(model.method).__name__, "options": model.method.config},
+        **_described(model),
         "saved": what,
         "extra": {**getattr(model, "extra", {}), **(extra or {})},
     }
@@ -74,6 +74,18 @@ def save(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+def _described(model: Any) -> dict[str, Any]:
+    """Which network, and which method on it. A network of its own is described by its settings alone."""
+    if not isinstance(model, AdaptiveViT):
+        options = {"family": OWN, "model": type(model).__name__, "options": model.config}
+        return {"backbone": options, "method": {"name": None, "options": {}}}
+    described = model.backbone.describe() or {"model": None, "options": None}
+    return {
+        "backbone": {"family": model.backbone.family, **described},
+        "method": {"name": type(model.method).__name__, "options": model.method.config},
+    }
 
 
 def _swap_in(scratch: Path, folder: Path) -> None:
@@ -104,6 +116,8 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
         from .lm.load import load_lm
 
         return load_lm(folder, lm=vit)  # type: ignore[return-value]  # an AdaptiveLM: lm/ stands beside the ViTs
+    if backbone["family"] == OWN:
+        return _own(folder, config)
     if method["name"] not in Method.registry:
         raise unknown("method", method["name"], Method.registry, hint=f"{folder / CONFIG} was saved with it")
     weights = _read_weights(folder / WEIGHTS)
@@ -133,6 +147,19 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
     if config["saved"] == "all":
         _fill(model.vit, {n: w for n, w in weights.items() if not n.startswith("method.")}, folder)
     model.extra = config.get("extra", {})  # type: ignore[assignment]
+    return model.eval()
+
+
+def _own(folder: Path, config: dict[str, Any]) -> Any:
+    """An AdaPerceiver. Typed Any, as callers that take either kind ask which it is."""
+    from .adaperceiver import AdaPerceiver
+
+    try:
+        model = AdaPerceiver(**_options(config["backbone"]["options"]))
+    except TypeError as error:
+        raise DwindleError(f"{folder / CONFIG} has settings this version does not know: {error}.") from error
+    _fill(model, _read_weights(folder / WEIGHTS), folder)
+    model.extra = config.get("extra", {})
     return model.eval()
 
 

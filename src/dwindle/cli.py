@@ -163,14 +163,14 @@ def train(
     """Train a recipe. A killed run loses what came after its last save (each epoch): go on with --resume."""
     from . import ranks
     from .lm import cli as language
-    from .train.loop import Run
     from .train.recipe import changed, find_recipe
 
     settings = changed(find_recipe(recipe)(), set or [])
     if language.is_recipe(settings):
         return language.train(recipe, settings, data, out, resume, device, eval_data=eval_data, limit=limit)
     data, out = _needed(data, "train", "--data"), _needed(out, "train", "--out")
-    run = Run(settings, data, out, eval_data=eval_data, device=_device(device), resume=resume, limit=limit)
+    begin = settings.runner()
+    run = begin(settings, data, out, eval_data=eval_data, device=_device(device), resume=resume, limit=limit)
     speaks = ranks.rank() == 0  # of several processes one
     with _progress(speaks) as bar:
         task = bar.add_task("training", total=settings.epochs * run.steps_per_epoch, completed=run.step)
@@ -346,7 +346,6 @@ def evaluate(
     device: Device = None,
 ) -> None:
     """Accuracy, cost and speed of a checkpoint on a data set."""
-    from .checkpoint import load
     from .images import preprocess_of
     from .lm import cli as language
     from .methods.base import require
@@ -363,7 +362,7 @@ def evaluate(
     if language.is_checkpoint(checkpoint):
         return language.evaluate(checkpoint, data, layout, threshold, tau, batch, limit, device)
     data = _needed(data, "eval", "--data")
-    model = load(checkpoint)
+    model = _adaptive(checkpoint)
     if threshold is not None:
         _turn_threshold(model, threshold)
     images = open_data(data, "test")
@@ -376,6 +375,17 @@ def evaluate(
         result = measure(model, batches, layout=layout, device=_device(device), progress=lambda n: bar.advance(task, n))
     _table(f"{checkpoint} on {data} ({layout})", list(result), [list(result.values())])
     _finish(result)
+
+
+def _adaptive(checkpoint: str) -> Any:
+    """A checkpoint of a transformer whose tokens halt."""
+    from .checkpoint import load
+    from .model import AdaptiveViT
+
+    model: Any = load(checkpoint)
+    if not isinstance(model, AdaptiveViT):
+        raise DwindleError(f"{checkpoint} is an AdaPerceiver, whose tokens do not halt; use dwindle grid or policies.")
+    return model
 
 
 def _turn_threshold(model: Any, threshold: float) -> None:
@@ -475,14 +485,13 @@ def view(
     device: Device = None,
 ) -> None:
     """Draw for each image which patches were computed how far, the plan beside the execution, and the exits."""
-    from .checkpoint import load
     from .demo import look
     from .lm import cli as language
 
     if language.is_checkpoint(checkpoint):
         return language.view(checkpoint, images, out, threshold, tau, device)
     images = _needed(images, "view", "images")
-    model = load(checkpoint)
+    model = _adaptive(checkpoint)
     if threshold is not None:
         _turn_threshold(model, threshold)
     result = look(model, images, out, _device(device))
@@ -523,3 +532,8 @@ def methods() -> None:
         console.print(f"[bold]{row['name']}[/bold]  {_plain(row['paper'])}\n  {_plain(row['about'])}")
         console.print("  " + _plain(", ".join(f"{n}={v}" for n, v in row["settings"].items())) + "\n", style="dim")
     _finish({"methods": rows})
+
+
+from .adaperceiver.commands import register  # noqa: E402  (it uses the helpers above)
+
+register(app)

@@ -6,6 +6,8 @@ DATA stands for a folder with the data sets and DeiT's weights, as docs/data.md 
 import dataclasses
 from typing import Any
 
+from .adaperceiver.dense import DenseRecipe
+from .adaperceiver.recipe import AdaRecipe
 from .compare import Comparison, Entry
 from .train.recipe import Recipe
 
@@ -79,6 +81,63 @@ def aht_deit_tiny_cifar100() -> Recipe:
         --set weights=STATIC --set teacher=STATIC
     """
     return dataclasses.replace(_cifar100(), method_options=_aht(0.67), lr=1e-4)
+
+
+def ada_cifar100() -> Recipe:
+    """AdaPerceiver at about DeiT-T's cost, CIFAR-100 at 224, distilled from a DeiT-T trained there (folder STATIC).
+
+    dwindle train ada_cifar100 --data DATA/cifar100 --out runs/ada_cifar100 --set teacher=STATIC
+    """
+    return _ada()
+
+
+def _ada() -> AdaRecipe:
+    return AdaRecipe(
+        epochs=60,
+        batch=512,
+        lr=1e-3,
+        warmup_epochs=2.0,
+        clip=3.0,
+        ema=0.999,
+        label_weight=0.5,
+        teacher_weight=0.5,
+        smoothing=0.0,
+        min_scale=0.35,
+        jitter=0.3,
+        mixup=0.8,
+        cutmix=1.0,
+        mix_prob=0.8,
+        resident=True,
+        eval_every=10,
+        save_every=5,
+    )
+
+
+def ada_static_cifar100() -> Recipe:
+    """The same network at one setting only, under the same conditions: what `ada_cifar100` is measured against. A
+    smaller one by its settings.
+
+    dwindle train ada_static_cifar100 --data DATA/cifar100 --out runs/ada_static_64_6_128 --set teacher=STATIC \\
+        --set "method.tokens=(64,)" --set method.depth=6 --set "method.widths=(256,)" --set method.ffn_ratio=1.285
+    """
+    fixed = {"tokens": (128,), "widths": (256,)}
+    return dataclasses.replace(_ada(), method_options=fixed, stages=(1.0, 0.0, 0.0))
+
+
+def ada_segment() -> Recipe:
+    """Segmentation by the write head of a trained AdaPerceiver (folder ADA); D.3. Depth (D.4): --set task=depth.
+
+    dwindle train ada_segment --data DATA/ade20k --out runs/ada_segment --set weights=ADA --set freeze_backbone=true
+    """
+    return DenseRecipe(epochs=40, batch=16, lr=5e-4, weight_decay=0.1, clip=3.0, ema=0.9995)
+
+
+def ada_tiny_test() -> Recipe:
+    """A few seconds on a CPU, on any folder of images: does AdaPerceiver train here?
+
+    dwindle train ada_tiny_test --data FOLDER --out runs/ada-tiny
+    """
+    return AdaRecipe(model="tiny", epochs=3, batch=8, workers=0, warmup_epochs=0.0, lr=1e-3, stages=(1, 1, 1))
 
 
 def tiny_test() -> Recipe:

@@ -84,6 +84,12 @@ class Recipe:
             named = self.augment.startswith("rand")
             require(named, f"augment = {self.augment}", "it names timm's RandAugment, such as rand-m9-mstd0.5-inc1")
 
+    def runner(self) -> Any:
+        """What trains it."""
+        from .loop import Run
+
+        return Run
+
     def make_method(self) -> Method:
         if self.method not in Method.registry:
             raise unknown("method", self.method, Method.registry)

@@ -1,0 +1,5 @@
+"""AdaPerceiver: a network of its own, beside the loop; it shares Trace, cost rules, checkpoints, data and training."""
+
+from .model import AdaPerceiver
+
+__all__ = ["AdaPerceiver"]

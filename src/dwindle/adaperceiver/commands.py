@@ -1,0 +1,166 @@
+"""`dwindle grid` and `dwindle policies`: an AdaPerceiver at every setting, and under every policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..cli import Checkpoint, Data, Device, _device, _finish, _numbers, _progress, _table
+from ..errors import DwindleError, unknown
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(grid)
+    app.command()(policies)
+
+
+def _model(checkpoint: str) -> Any:
+    from ..checkpoint import load
+    from .model import AdaPerceiver
+
+    model: Any = load(checkpoint)
+    if not isinstance(model, AdaPerceiver) or model.outputs != "class":
+        raise DwindleError(f"{checkpoint} is no AdaPerceiver that classifies; train one (dwindle train ada_cifar100).")
+    return model
+
+
+def _served(model: Any, data: str, split: str, device: str, limit: int | None) -> Any:
+    """Images ready on the device: a function (batch, epoch or None) -> batches, in order where there is no epoch."""
+    from ..images import Preprocess
+    from ..train.batches import Resident, loader
+    from ..train.data import check_labels, open_data
+    from ..train.data import limit as first
+
+    if limit is not None and limit < 1:
+        raise DwindleError(f"--limit {limit}: it must be at least 1.")
+    images = open_data(data, split)
+    images = first(images, limit) if limit else images
+    check_labels(images.labels, model.classes)
+    saved = model.extra.get("preprocess")
+    wanted = Preprocess.from_dict(saved) if saved else Preprocess(size=model.image)
+    resident = Resident(images, wanted.size, device) if len(images) <= 100_000 else None
+
+    def serve(batch: int, epoch: int | None = None) -> Any:
+        train = epoch is not None
+        if resident is not None:
+            return resident.batches(batch, train, 0, epoch or 0, wanted.mean, wanted.std)
+        images.transform = wanted.train_transform(min_scale=0.35) if train else wanted.eval_transform()
+        ready = loader(images, batch, train, workers=2)
+        ready.set_epoch(epoch or 0)
+        return ready
+
+    serve.count = len(images)  # type: ignore[attr-defined]
+    return serve
+
+
+def grid(
+    checkpoint: Checkpoint,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Folder for grid.json and its figures.")] = Path("dwindle-grid"),
+    between: Annotated[
+        str | None, typer.Option(help="Token counts besides the trained ones, separated by commas: 8,24,48,192.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Time for measuring latencies.")] = 10.0,
+    dtype: Annotated[str, typer.Option(help="Of the latencies: fp32, bf16 or fp16.")] = "fp32",
+    batch: Annotated[int, typer.Option(help="Images at a time.")] = 128,
+    limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
+    device: Device = None,
+) -> None:
+    """Accuracy of an AdaPerceiver at every number of tokens, depth and width; and how its latency falls."""
+    from ..bench import DTYPES
+    from . import figures
+    from . import grid as measure
+
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    model, place = _model(checkpoint), _device(device)
+    served = _served(model, data, "test", place, limit)
+    with _progress() as bar:
+        task = bar.add_task("images", total=served.count)
+        found = measure.grid(model, served(batch), device=place, progress=lambda n: bar.advance(task, n))
+    rows = measure.rows(model, found)
+    more = _numbers("--between", between, int) if between else []
+    counts = sorted({*model.tokens, *more})
+    along = measure.between(model, served(batch), counts, place) if more else []
+    depths = sorted({max(1, round(model.depth * share / 4)) for share in range(1, 5)}, reverse=True)
+    settings = [(t, d, model.width) for d in depths for t in reversed(model.tokens)]
+    settings += [(model.tokens[-1], model.depth, w) for w in model.widths[:-1]]
+    latency = measure.latencies(model, settings, batch, place, DTYPES[dtype], seconds)
+    top1 = {(r["tokens"], r["depth"], r["width"]): r["top1"] for r in rows}
+    latency = [r | {"top1": top1[r["tokens"], r["depth"], r["width"]]} for r in latency]
+    result = {
+        "checkpoint": checkpoint,
+        "images": served.count,
+        "falls": measure.falls(found),
+        "rows": rows,
+        "between": along,
+        "latency": latency,
+        "batch": batch,
+        "dtype": dtype,
+        "device": place,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "grid.json").write_text(json.dumps(result, indent=1) + "\n")
+    figures.tradeoffs(rows, out / "tradeoff.png")
+    figures.tradeoffs([r for r in latency if r["width"] == model.width], out / "latency.png", by="ms")
+    if along:
+        figures.interpolation(along, out / "interpolation.png")
+    full = [r for r in rows if r["width"] == model.width]
+    columns = ["depth", *[f"t = {t}" for t in model.tokens]]
+    lines = [[d, *[f"{r['top1']:.2f}" for r in full if r["depth"] == d]] for d in range(1, model.depth + 1)]
+    _table(f"{checkpoint} on {data}: top-1 at full width", columns, lines)
+    columns = ["tokens", "depth", "width", "top1", "gmacs", "ms", "speedup"]
+    _table(f"latency, batch {batch}, {dtype} on {place}", columns, [[row[c] for c in columns] for row in latency])
+    _finish({k: v for k, v in result.items() if k != "rows"} | {"out": str(out)})
+
+
+def policies(
+    checkpoint: Checkpoint,
+    data: Data,
+    thresholds: Annotated[str, typer.Option(help="Confidences at which images leave.")] = "0.8,0.9,0.95",
+    prices: Annotated[str, typer.Option(help="lambda of Eq. 14: one learned policy for each.")] = "0.01,0.03,0.1",
+    epochs: Annotated[int, typer.Option(help="Passes over the training images for each learned policy; 0: none.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Folder for the table and the learned policies.")] = None,
+    batch: Annotated[int, typer.Option(help="Images at a time.")] = 128,
+    limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
+    device: Device = None,
+) -> None:
+    """Table 6 for an AdaPerceiver: fixed settings, early exit, a learned choice of tokens, and the oracle."""
+    from . import policies as rules
+    from .grid import grid as look
+
+    model, place = _model(checkpoint), _device(device)
+    taus, lambdas = _numbers("--thresholds", thresholds, float), _numbers("--prices", prices, float)
+    served = _served(model, data, "test", place, limit)
+    with _progress() as bar:
+        task = bar.add_task("every setting", total=served.count)
+        found = look(model, served(batch), device=place, progress=lambda n: bar.advance(task, n))
+        made = []
+        training: Any = _served(model, data, "train", place, limit) if epochs > 0 else None
+        for price in lambdas if training else []:
+            steps = epochs * (training.count // batch or 1)
+            task = bar.add_task(f"policy, lambda = {price}", total=steps)
+            passes = (training(batch, epoch) for epoch in range(epochs))
+            policy = rules.train_policy(
+                model,
+                passes,
+                price,
+                device=place,
+                progress=lambda _, task=task: bar.advance(task),  # type: ignore
+            )
+            made.append((price, policy, rules.choices(model, policy, served(batch), place)))
+    rows = rules.table_6(model, found, made, taus)
+    columns = ["policy", "top1", "gmacs", "fixed_top1"]
+    _table(f"{checkpoint} on {data}", columns, [[row[c] for c in columns] for row in rows])
+    if out is not None:
+        from safetensors.torch import save_file
+
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "policies.json").write_text(json.dumps(rows, indent=1) + "\n")
+        for price, policy, _ in made:
+            weights = {n: v.cpu().contiguous() for n, v in policy.state_dict().items()}
+            save_file(weights, out / f"policy_{price}.safetensors")
+    _finish({"checkpoint": checkpoint, "images": served.count, "rows": rows})

@@ -1,0 +1,245 @@
+"""Dense prediction (C.6, D.3, D.4): an answer for each patch at the image's resolution, from as few latents as asked.
+
+Data: FOLDER/train and FOLDER/val, each with images/ and beside it masks/ (class numbers, 255 is left out) or depths/
+(16-bit PNG in millimetres, 0 is left out), matched by name. ADE20K's own layout (images/training, annotations/training)
+is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from ..errors import DwindleError, unknown
+from ..images import Preprocess, load_image
+from ..train.batches import loader
+from ..train.data import EXTENSIONS, Images
+from ..train.data import limit as first
+from .model import AdaPerceiver, Answers
+from .recipe import AdaRecipe
+from .train import AdaRun
+
+TASKS = {"segmentation": "masks", "depth": "depths"}
+IGNORED = 255
+ADE = {"train": "training", "val": "validation"}
+
+
+def maps(answers: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Tensor:
+    """Answers of patches (..., P, K) as maps (..., K, height, width)."""
+    square = answers.float().unflatten(-2, grid).movedim(-1, -3)
+    flat = square.flatten(0, -4) if square.dim() > 4 else square
+    return F.interpolate(flat, size=size, mode="bilinear").unflatten(0, square.shape[:-3])
+
+
+def metres(logits: Tensor) -> Tensor:
+    """The depth a network's one number per patch stands for: above 0."""
+    return F.softplus(logits) + 1e-3
+
+
+def _image(paths: list[Path], i: int) -> Image.Image:
+    return load_image(paths[i])
+
+
+class Scenes(Images):
+    """`scenes[i]` is (image, target) after the same cut of both; target (H, W): classes, or metres."""
+
+    def __init__(self, folder: str, split: str, task: str) -> None:
+        images, targets, self.shift = _places(Path(folder), split, task)
+        by_name = {path.stem: path for path in sorted(targets.iterdir()) if path.suffix.lower() in EXTENSIONS}
+        found = [path for path in sorted(images.iterdir()) if path.suffix.lower() in EXTENSIONS]
+        lone = next((path for path in found if path.stem not in by_name), None)
+        if not found or lone is not None:
+            what = f"{images} holds no images" if not found else f"{lone} has no target of its name in {targets}"
+            raise DwindleError(f"{what}; every image needs one.")
+        self.task, self.targets = task, [by_name[path.stem] for path in found]
+        super().__init__(folder, partial(_image, found), np.zeros(len(found)))
+        self.num_classes, self.size, self.train = 1, 224, False
+        self.preprocess = Preprocess()
+
+    def count_classes(self) -> int:
+        """From classes.txt, a name per line, or by looking at every mask."""
+        listed = Path(self.name) / "classes.txt"
+        if listed.is_file():
+            return len([line for line in listed.read_text().splitlines() if line.strip()])
+        if self.shift:
+            return 150
+        largest = 0
+        for i in range(len(self)):
+            mask = self.target(i)
+            largest = max(largest, int(mask[mask != IGNORED].max(initial=0)))
+        return largest + 1
+
+    def target(self, i: int) -> np.ndarray:
+        with Image.open(self.targets[int(self.rows[i])]) as image:
+            values = np.asarray(image)
+        if values.ndim != 2:
+            raise DwindleError(
+                f"{self.targets[int(self.rows[i])]} has several channels; a target has one number a pixel."
+            )
+        if self.task == "depth":
+            return values.astype(np.float32) / 1000
+        values = values.astype(np.int64)
+        if self.shift:  # ADE20K: 0 is "other", which does not count
+            values = np.where(values == 0, IGNORED, values - 1)
+        return values
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Any]:
+        photo, target = self.image(i), torch.from_numpy(self.target(i))
+        x = torch.from_numpy(np.asarray(photo).copy()).permute(2, 0, 1).float() / 255
+        if x.shape[-2:] != target.shape:
+            raise DwindleError(
+                f"{self.targets[int(self.rows[i])]} is not as large as its image; every pixel needs one."
+            )
+        y = target[None].double()
+        if self.train:
+            scale = 0.5 + 0.5 * float(torch.rand(()))
+            height, width = (max(1, round(scale * side)) for side in x.shape[-2:])
+            top = int(torch.randint(x.shape[-2] - height + 1, ()))
+            left = int(torch.randint(x.shape[-1] - width + 1, ()))
+            x, y = (v[:, top : top + height, left : left + width] for v in (x, y))
+            if torch.rand(()) < 0.5:
+                x, y = x.flip(-1), y.flip(-1)
+        size = (self.size, self.size)
+        x = F.interpolate(x[None], size=size, mode="bilinear", antialias=True)[0]
+        y = F.interpolate(y[None], size=size, mode="nearest-exact")[0, 0]  # classes and holes do not blend
+        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (self.preprocess.mean, self.preprocess.std))
+        return (x - mean) / std, y.float() if self.task == "depth" else y.long()
+
+
+def _places(folder: Path, split: str, task: str) -> tuple[Path, Path, bool]:
+    plain = folder / split / "images", folder / split / TASKS[task]
+    if all(place.is_dir() for place in plain):
+        return *plain, False
+    ade = folder / "images" / ADE[split], folder / "annotations" / ADE[split]
+    if task == "segmentation" and all(place.is_dir() for place in ade):
+        return *ade, True
+    raise DwindleError(
+        f"{folder} lacks {split}/images and {split}/{TASKS[task]}; lay the data out so, matched by name."
+    )
+
+
+@dataclass
+class DenseRecipe(AdaRecipe):
+    """Token loss only (D.3, D.4). task: 'segmentation', or 'depth'."""
+
+    task: str = "segmentation"
+    stages: tuple = (1.0, 0.0, 0.0)
+
+    def check(self) -> None:
+        super().check()
+        if self.task not in TASKS:
+            raise unknown("task", self.task, TASKS)
+        if self.teacher is not None or self.mixup or self.cutmix:
+            raise DwindleError("Dense prediction learns from its masks alone; leave teacher, mixup and cutmix out.")
+
+    def runner(self) -> Any:
+        return DenseRun
+
+
+class DenseRun(AdaRun):
+    """As `AdaRun`, on images and masks."""
+
+    recipe: DenseRecipe
+
+    def _open(self, limit: int | None) -> None:
+        task = self.recipe.task
+        train, held = Scenes(self.data["train"], "train", task), Scenes(self.data["eval"], "val", task)
+        if limit is not None:
+            train, held = first(train, limit), first(held, limit)  # type: ignore[assignment]
+        if task == "segmentation":
+            train.num_classes = held.num_classes = self.recipe.method_options.get("classes") or train.count_classes()
+        self.train_images, self.eval_images = train, held
+
+    def _build(self) -> AdaPerceiver:
+        self.recipe.method_options = self.recipe.method_options | {"outputs": "dense"}
+        return super()._build()
+
+    def _resident(self) -> None:
+        return None
+
+    def batches(self, train: bool, epoch: int | None = None, alike: bool = False) -> Any:
+        scenes: Any = self.train_images if train else self.eval_images
+        scenes.size, scenes.train, scenes.preprocess, scenes.transform = self.model.image, train, self.preprocess, True
+        ready = loader(scenes, self.batch, train, self.recipe.workers, self.recipe.seed)
+        ready.set_epoch(self.epoch if epoch is None else epoch)
+        return ready
+
+    def loss(self, answers: Tensor, y: Tensor, taught: Tensor | None) -> Tensor:
+        grid, size = self.model.grid((self.model.image,) * 2), (y.shape[-2], y.shape[-1])
+        return torch.stack([task_loss(maps(answer, grid, size), y, self.recipe.task) for answer in answers])
+
+    @torch.no_grad()
+    def evaluate(self, layout: str = "packed", model: Any = None) -> dict[str, float]:
+        """mIoU or RMSE with the most tokens and with the fewest."""
+        model = model or self.best_model
+        training = model.training
+        model.eval()
+        scores = [Score(self.recipe.task, model.classes) for _ in model.tokens]
+        for x, y in self.batches(train=False):
+            answers: Answers = model.answers(x.to(self.device))
+            for score, answer in zip(scores, answers.tokens):
+                score.add(maps(answer, model.grid((model.image,) * 2), (y.shape[-2], y.shape[-1])), y.to(self.device))
+        model.train(training)
+        name, found = scores[0].name, [round(score.value, 4) for score in scores]
+        gmacs = round(model.static_macs() / 1e9, 4)
+        return {name: found[-1], f"{name}_fewest_tokens": found[0], "gmacs": gmacs, "images": len(self.eval_images)}
+
+
+def task_loss(seen: Tensor, target: Tensor, task: str) -> Tensor:
+    """Of maps (B, K, H, W): cross-entropy; for depth the log error, 0.85 of a common shift forgiven."""
+    if task == "segmentation":
+        if not (target != IGNORED).any():
+            return seen.sum() * 0
+        return F.cross_entropy(seen, target, ignore_index=IGNORED)
+    known = target > 0
+    if not known.any():
+        return seen.sum() * 0
+    error = metres(seen[:, 0])[known].log() - target[known].log()
+    return ((error**2).mean() - 0.85 * error.mean() ** 2).clamp(min=1e-8).sqrt()
+
+
+class Score:
+    """mIoU (percent, over classes that occur) or RMSE (metres), gathered over batches."""
+
+    def __init__(self, task: str, classes: int) -> None:
+        self.name = "miou" if task == "segmentation" else "rmse"
+        self.classes = classes
+        self.pairs = torch.zeros(classes, classes, dtype=torch.float64)  # truth, answer
+        self.square, self.count = 0.0, 0
+
+    def add(self, seen: Tensor, target: Tensor) -> None:
+        if self.name == "miou":
+            known = target != IGNORED
+            both = target[known] * self.classes + seen.argmax(1)[known]
+            self.pairs += torch.bincount(both.cpu(), minlength=self.classes**2).view_as(self.pairs)
+            return
+        known = target > 0
+        self.square += float(((metres(seen[:, 0]) - target)[known].double() ** 2).sum())
+        self.count += int(known.sum())
+
+    @property
+    def value(self) -> float:
+        if self.name == "rmse":
+            return (self.square / max(self.count, 1)) ** 0.5
+        hit = self.pairs.diagonal()
+        union = self.pairs.sum(0) + self.pairs.sum(1) - hit
+        return float(100 * (hit / union)[union > 0].mean()) if (union > 0).any() else 0.0
+
+
+@torch.no_grad()
+def predict(model: AdaPerceiver, images: Tensor, task: str = "segmentation", **setting: Any) -> Tensor:
+    """(B, H, W) classes or metres, at the images' resolution whatever the number of latents."""
+    if model.outputs != "dense" or task not in TASKS:
+        raise DwindleError(f"A {task} map needs a dense network (outputs='dense') and a task of {', '.join(TASKS)}.")
+    size: Sequence[int] = images.shape[-2:]
+    seen = maps(model(images, **setting).logits, model.grid((size[0], size[1])), (size[0], size[1]))
+    return seen.argmax(1) if task == "segmentation" else metres(seen[:, 0])

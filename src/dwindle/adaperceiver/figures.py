@@ -1,0 +1,105 @@
+"""Pictures of one network at many settings: trade-offs (Fig. 9), token counts (10), principal components (15-17)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import DwindleError
+from ..view import _figure, _tidy, save_figure
+from .model import AdaPerceiver
+
+
+def tradeoffs(rows: Sequence[dict[str, Any]], path: Path, by: str = "gmacs") -> Path:
+    """Fig. 9: top-1 against GMACs, or against latency (by='ms'); a line per number of tokens, a point per depth."""
+    figure = _figure(8.5, 5.5, "Tokens, depths and widths of one network")
+    axis = figure.add_subplot()
+    widths, counts = sorted({r["width"] for r in rows}), sorted({r["tokens"] for r in rows})
+    for i, tokens in enumerate(counts):
+        for width in widths:
+            points = sorted((r for r in rows if (r["tokens"], r["width"]) == (tokens, width)), key=lambda r: r["depth"])
+            full = width == widths[-1]
+            axis.plot(
+                [p[by] for p in points],
+                [p["top1"] for p in points],
+                color=f"C{i % 10}",
+                marker="o" if full else None,
+                markersize=4,
+                linewidth=1.8 if full else 0.8,
+                alpha=1.0 if full else 0.5,
+                label=f"{tokens} tokens" if full else None,
+            )
+    axis.set(xlabel={"gmacs": "GMACs per image", "ms": "milliseconds per batch"}[by], ylabel="top-1 (%)")
+    thin = "" if len(widths) == 1 else f"; thin lines: widths {', '.join(map(str, widths[:-1]))}"
+    _tidy(axis, f"a point for each depth{thin}")
+    axis.legend(fontsize=9, loc="lower right", frameon=False)
+    return save_figure(figure, path)
+
+
+def interpolation(rows: Sequence[dict[str, Any]], path: Path) -> Path:
+    """Fig. 10: token counts that were trained, that lie between those, and that lie beyond them."""
+    trained = [r["tokens"] for r in rows if r["trained"]]
+    kinds = {"trained": ("o", "C0"), "between": ("s", "C2"), "beyond": ("^", "C1")}
+
+    def kind(row: dict[str, Any]) -> str:
+        return "trained" if row["trained"] else "between" if trained[0] < row["tokens"] < trained[-1] else "beyond"
+
+    figure = _figure(7.5, 4.5, "Token counts the network was not trained with")
+    axis = figure.add_subplot()
+    axis.plot([r["gmacs"] for r in rows], [r["top1"] for r in rows], color="0.8", zorder=1)
+    for name, (marker, colour) in kinds.items():
+        some = [r for r in rows if kind(r) == name]
+        axis.scatter([r["gmacs"] for r in some], [r["top1"] for r in some], marker=marker, color=colour, label=name)
+    for row in rows:
+        axis.annotate(str(row["tokens"]), (row["gmacs"], row["top1"]), (0, 6), textcoords="offset points", fontsize=8)
+    axis.set(xlabel="GMACs per image", ylabel="top-1 (%)")
+    _tidy(axis, "labels: tokens; full depth and width")
+    axis.legend(fontsize=9, loc="lower right", frameon=False)
+    return save_figure(figure, path)
+
+
+def principal(features: Tensor, grid: tuple[int, int], basis: Tensor | None = None) -> tuple[np.ndarray, Tensor]:
+    """(rows, columns, 3) in 0..1: patch features (P, D) on their first three components, and those (D, 3)."""
+    x = (features - features.mean(0)).double()
+    if basis is None:
+        basis = torch.linalg.svd(x, full_matrices=False).Vh[:3].T
+    seen = x @ basis
+    low, high = seen.amin(0), seen.amax(0)
+    return ((seen - low) / (high - low).clamp(min=1e-9)).view(*grid, 3).cpu().numpy(), basis
+
+
+@torch.no_grad()
+def components(model: AdaPerceiver, image: Tensor, path: Path) -> Path:
+    """Fig. 15-17: a dense network's output tokens of one image (1, 3, H, W), over width, tokens and depth.
+
+    One basis, that of the largest setting, colours them all: a colour that stays means a feature that stays.
+    """
+    if model.outputs != "dense":
+        raise DwindleError("Principal components are of patch features; give a dense network (outputs='dense').")
+    cells = model.grid((image.shape[-2], image.shape[-1]))
+    if min(cells) < 2:
+        raise DwindleError(f"An image of {cells[0]} x {cells[1]} patches is too small to show components of.")
+    tokens = (*model.tokens, 2 * model.tokens[-1])
+    depths = sorted({max(1, round(model.depth * share / 6)) for share in range(1, 7)})
+    lines: list[tuple[str, list[dict[str, int]]]] = [
+        ("width", [{"width": w} for w in model.widths]),
+        ("tokens", [{"tokens": t} for t in tokens]),
+        ("depth", [{"depth": d} for d in depths]),
+    ]
+    _, basis = principal(model(image).features[0], cells)
+    most = max(len(settings) for _, settings in lines)
+    figure = _figure(1.7 * most, 6.0, "First three principal components of the patch features")
+    axes = figure.subplots(3, most, squeeze=False)
+    for axis in axes.ravel():
+        axis.set_axis_off()
+    for line, (name, settings) in zip(axes, lines):
+        for axis, setting in zip(line, settings):
+            picture, _ = principal(model(image, **setting).features[0], cells, basis)
+            axis.imshow(picture)
+            axis.set_title(f"{name} {setting[name]}", fontsize=10)
+    return save_figure(figure, path)

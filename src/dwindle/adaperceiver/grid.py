@@ -1,0 +1,131 @@
+"""Every setting on every image: what each (width, depth, tokens) answers, out of one run per width.
+
+W widths, L depths, G granularities, n images.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cost import setting_macs
+from .model import AdaPerceiver
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Grid:
+    correct: Tensor  # (W, L, G, n) bool
+    confidence: Tensor  # (W, L, G, n)
+
+    @property
+    def top1(self) -> Tensor:
+        return 100 * self.correct.double().mean(-1)
+
+
+@torch.no_grad()
+def grid(
+    model: AdaPerceiver,
+    batches: Batches,
+    *,
+    device: str | torch.device = "cpu",
+    amp: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> Grid:
+    """amp: bf16 on a GPU, where the network was trained so."""
+    place, training = torch.device(device), model.training
+    model.eval().to(place)
+    right, sure = [], []
+    for x, y in batches:
+        x, y = x.to(place), y.to(place)
+        with torch.autocast(place.type, torch.bfloat16, enabled=amp and place.type == "cuda"):
+            logits = torch.stack([model.every(x, width) for width in model.widths])  # (W, L, G, B, classes)
+        best = logits.float().softmax(-1).max(-1)
+        right.append((best.indices == y).cpu())
+        sure.append(best.values.cpu())
+        if progress:
+            progress(len(y))
+    model.train(training)
+    return Grid(torch.cat(right, -1), torch.cat(sure, -1))
+
+
+def rows(model: AdaPerceiver, found: Grid) -> list[dict[str, Any]]:
+    """One row per setting, for JSON and figures."""
+    top1 = found.top1
+    return [
+        {
+            "tokens": tokens,
+            "depth": depth,
+            "width": width,
+            "top1": round(float(top1[w, depth - 1, g]), 3),
+            "gmacs": round(setting_macs(model, tokens, depth, width) / 1e9, 4),
+        }
+        for w, width in enumerate(model.widths)
+        for depth in range(1, model.depth + 1)
+        for g, tokens in enumerate(model.tokens)
+    ]
+
+
+def falls(found: Grid) -> dict[str, float]:
+    """How far top-1 falls at most from a setting to the next larger one, along each axis; 0 where it never does."""
+    return {
+        name: round(max(0.0, float(-found.top1.diff(dim=axis).min())) if found.top1.shape[axis] > 1 else 0.0, 3)
+        for name, axis in (("width", 0), ("depth", 1), ("tokens", 2))
+    }
+
+
+@torch.no_grad()
+def between(
+    model: AdaPerceiver, batches: Batches, tokens: Sequence[int], device: str | torch.device = "cpu"
+) -> list[dict[str, Any]]:
+    """Fig. 10: token counts between and beyond the trained ones, at full depth and width."""
+    place = torch.device(device)
+    model.eval().to(place)
+    right, count = dict.fromkeys(tokens, 0), 0
+    for x, y in batches:
+        x, y, count = x.to(place), y.to(place), count + len(y)
+        for t in tokens:
+            right[t] += int((model(x, tokens=t).logits.argmax(-1) == y).sum())
+    gmacs = {t: round(setting_macs(model, t, model.depth, model.width) / 1e9, 4) for t in tokens}
+    return [
+        {"tokens": t, "top1": round(100 * right[t] / count, 3), "gmacs": gmacs[t], "trained": t in model.tokens}
+        for t in tokens
+    ]
+
+
+@torch.no_grad()
+def latencies(
+    model: AdaPerceiver,
+    settings: Sequence[tuple[int, int, int]],
+    batch: int,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seconds: float = 4.0,
+) -> list[dict[str, Any]]:
+    """Milliseconds of (tokens, depth, width) settings, timed turn about; each against the first, round by round."""
+    from ..bench import milliseconds
+
+    place = torch.device(device)
+    model = copy.deepcopy(model).eval().to(place, dtype)
+    images = torch.randn(batch, model.channels, model.image, model.image, device=place, dtype=dtype)
+    spent = milliseconds([partial(model, images, t, d, w) for t, d, w in settings], seconds, place)
+    return [
+        {
+            "tokens": t,
+            "depth": d,
+            "width": w,
+            "ms": round(statistics.median(times), 3),
+            "speedup": round(statistics.median(a / b for a, b in zip(spent[0], times)), 3),
+            "gmacs": round(setting_macs(model, t, d, w) / 1e9, 4),
+            "rounds": len(times),
+        }
+        for (t, d, w), times in zip(settings, spent)
+    ]

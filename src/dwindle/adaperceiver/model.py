@@ -1,0 +1,364 @@
+"""AdaPerceiver: one network whose number of tokens, depth and width are chosen when it runs.
+
+B images, P input tokens, N latents, G granularities, L blocks, D width. Encode (Eq. 8-9), process (Eq. 10-12), decode
+(Eq. 13); the parts are in blocks.py, the cost in cost.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import DwindleError, unknown
+from ..model import Output
+from ..tokens import Where
+from ..trace import Trace
+from .blocks import Attend, Block, MatFFN, Read, Turn, Write, attention, fastest, steps, turns
+from .cost import setting_macs, trace_macs
+
+OUTPUTS, HEADS = ("class", "dense"), ("linear", "mlp")
+PRESETS: dict[str, dict[str, Any]] = {
+    # C.7, but patches of 16: with the 14 printed there it has 143.7M parameters, with 16 the 143.8M of Table 5.
+    "paper": {},
+    # About DeiT-T's cost, for CIFAR-100 at 224. LayerScale starts higher: 1e-5 suits a hundred epochs and more.
+    "small": {
+        "width": 256,
+        "depth": 14,
+        "heads": 4,
+        "tokens": (16, 32, 64, 96, 128),
+        "widths": (128, 192, 256),
+        "layer_scale": 0.1,
+    },
+    "tiny": {
+        "width": 32,
+        "depth": 4,
+        "heads": 2,
+        "image": 32,
+        "patch": 8,
+        "tokens": (4, 8, 16),
+        "widths": (16, 24, 32),
+        "layer_scale": 0.5,
+    },
+}
+Choice = int | Sequence[int] | Tensor | None
+
+
+@dataclass
+class Answers:
+    """What Algorithm 3 learns from: an answer at each granularity, and one at each depth for a sampled granularity."""
+
+    tokens: Tensor  # (G, B, classes), dense (G, B, P, classes)
+    depths: Tensor | None  # (L, B, ...)
+
+
+class AdaPerceiver(nn.Module):
+    """`model(images, tokens=96, depth=12, width=624)`; left out, each is the largest it was trained with.
+
+    tokens, widths: those trained. outputs: 'class', one learned output token; 'dense', an answer for each patch.
+    head: 'linear', or 'mlp' for feature distillation (D.1).
+    """
+
+    def __init__(
+        self,
+        *,
+        classes: int = 1000,
+        image: int = 224,
+        patch: int = 16,
+        channels: int = 3,
+        width: int = 832,
+        depth: int = 21,
+        heads: int = 13,
+        ffn_ratio: float = 2.57,
+        tokens: Sequence[int] = (32, 64, 96, 128, 192, 256),
+        widths: Sequence[int] | None = (416, 624, 832),
+        layer_scale: float = 1e-5,
+        rope_theta: float = 10000.0,
+        outputs: str = "class",
+        head: str = "linear",
+    ) -> None:
+        super().__init__()
+        tokens, widths = tuple(tokens), tuple(widths or (width,))
+        if outputs not in OUTPUTS:
+            raise unknown("kind of outputs", outputs, OUTPUTS)
+        if head not in HEADS:
+            raise unknown("head", head, HEADS)
+        for given, fits, expected in (
+            (f"image = {image}", not image % patch, f"it must be a multiple of the patch, {patch}"),
+            (f"width = {width}", not width % (2 * heads), f"it must be a multiple of 2 x {heads} heads"),
+            (f"tokens = {tokens}", _rising(tokens), "they must be whole numbers above 0 that rise"),
+            (
+                f"widths = {widths}",
+                _rising(widths) and widths[-1] == width,
+                f"they must rise and end with the width, {width}",
+            ),
+            (f"depth = {depth}", depth >= 1, "it must be at least 1"),
+            (f"classes = {classes}", classes >= 1, "it must be at least 1"),
+        ):
+            if not fits:
+                raise DwindleError(f"{given}: {expected}.")
+        self.config = {
+            **{"classes": classes, "image": image, "patch": patch, "channels": channels, "width": width},
+            **{"depth": depth, "heads": heads, "ffn_ratio": ffn_ratio, "tokens": tokens, "widths": widths},
+            **{"layer_scale": layer_scale, "rope_theta": rope_theta, "outputs": outputs, "head": head},
+        }
+        self.classes, self.image, self.patch, self.channels = classes, image, patch, channels
+        self.width, self.depth, self.heads, self.ffn_ratio = width, depth, heads, ffn_ratio
+        self.tokens, self.widths, self.rope_theta, self.outputs = tokens, widths, rope_theta, outputs
+        self.attention: str | None = None  # 'steps', 'mask' or 'flex'; None: the fastest on this machine
+        self.extra: dict[str, Any] = {}
+
+        self.patch_embed = nn.Conv2d(channels, width, patch, patch)
+        self.position = nn.Parameter(torch.empty(1, self.patches(), width))
+        self.embed_norm, self.embed_ffn = nn.LayerNorm(width), MatFFN(width, self.hidden(width))
+        self.latent = nn.Parameter(torch.empty(1, width))
+        self.read = Read(width, heads)
+        self.blocks = nn.ModuleList(Block(width, heads, self.hidden(width), layer_scale) for _ in range(depth))
+        self.write = Write(width, heads)
+        if outputs == "class":
+            self.output = nn.Parameter(torch.empty(1, width))
+        else:
+            self.output_proj = nn.Linear(width, width)  # C.6
+        last = nn.Linear(width, classes)
+        self.head = last if head == "linear" else nn.Sequential(nn.Linear(width, width), nn.GELU(), last)
+        self._start()
+
+    @classmethod
+    def preset(cls, name: str = "paper", **changes: Any) -> AdaPerceiver:
+        """A named configuration, with changes: `AdaPerceiver.preset("small", classes=100)`."""
+        if name not in PRESETS:
+            raise unknown("preset of AdaPerceiver", name, PRESETS)
+        return cls(**PRESETS[name] | changes)
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        # 0.02 at the published width. Narrower networks start as large in their scores: only these tell latents apart.
+        std = 0.02 * (832 / self.width) ** 0.5
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                nn.init.trunc_normal_(module.weight, std=std)
+                nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+        learned = (self.position, self.latent, *([self.output] if self.outputs == "class" else []))
+        for parameter in learned:
+            nn.init.trunc_normal_(parameter, std=0.02)
+
+    def hidden(self, width: int) -> int:
+        """Neurons of the FFN at this width."""
+        return int(width * self.ffn_ratio)
+
+    def patches(self, image: tuple[int, int] | None = None) -> int:
+        rows, columns = self.grid(image or (self.image, self.image))
+        return rows * columns
+
+    def grid(self, image: tuple[int, int]) -> tuple[int, int]:
+        return image[0] // self.patch, image[1] // self.patch
+
+    def embed(self, images: Tensor) -> Tensor:
+        """(B, P, D) input tokens (C.5). Another image size resamples the positions."""
+        x = self.patch_embed(images)
+        side = self.image // self.patch
+        position: Tensor = self.position
+        if tuple(x.shape[-2:]) != (side, side):
+            square = position.unflatten(1, (side, side)).permute(0, 3, 1, 2)
+            position = F.interpolate(square, size=x.shape[-2:], mode="bicubic", antialias=True).flatten(2).mT
+        return self.embed_ffn(self.embed_norm(x.flatten(2).mT + position))
+
+    def forward(
+        self,
+        images: Tensor,
+        tokens: Choice = None,
+        depth: Choice = None,
+        width: Choice = None,
+        exit: float | None = None,
+    ) -> Output:
+        """Each setting is one number, or one per image. exit: leave where the answer's confidence reaches it.
+
+        Images are grouped by tokens and width, which are sliced; in a group those that are done leave. So no image's
+        result depends on another's.
+        """
+        self._check(images, exit)
+        count = len(images)
+        t_B = self._chosen("tokens", tokens, count, self.tokens[-1])
+        d_B = self._chosen("depth", depth, count, self.depth)
+        w_B = self._chosen("width", width, count, self.width)
+        patches = self.embed(images)
+        logits: list[Tensor | None] = [None] * count
+        features: list[Tensor | None] = [None] * count
+        stopped, reads = d_B.copy(), [set[int]() for _ in range(count)]
+        for t, w in sorted(set(zip(t_B, w_B))):
+            rows = [i for i in range(count) if (t_B[i], w_B[i]) == (t, w)]
+            mine = patches if len(rows) == count else patches[rows]
+            for depth_done, left, answer, feature in self._group(mine, rows, d_B, t, w, exit, reads):
+                for i, a, f in zip(left, answer, feature):
+                    logits[i], features[i], stopped[i] = a, f, depth_done
+        trace = self._trace(images, t_B, stopped, w_B, reads)
+        return Output(torch.stack(logits), trace, torch.stack(features))  # type: ignore[arg-type]
+
+    def _group(
+        self,
+        patches: Tensor,
+        rows: list[int],
+        d_B: list[int],
+        t: int,
+        w: int,
+        exit: float | None,
+        reads: list[set[int]],
+    ) -> Any:
+        """Run images of one token count and width; yields (depth, images, answers, output tokens) as they leave."""
+        turn, attend = self._prepare(t, patches)
+        table = self.write.table(self.output, turn) if self.outputs == "class" else None
+        z = self.read.latents(self.latent, patches, turn)  # (B, N, D)
+        for at, block in enumerate(self.blocks, 1):
+            z = block(z, turn, attend, self.hidden(w))
+            due = torch.tensor([d_B[i] <= at for i in rows])
+            if exit is None and not due.any():
+                continue
+            if exit is None and not due.all():  # only those that leave are read out
+                left, seen, where = z[due], patches[due], due
+            else:
+                left, seen, where = z, patches, torch.ones_like(due)
+            feature = self._written(left, seen, turn, table)
+            answer = self._answer(feature)
+            for i, asked in zip(rows, where.tolist()):
+                if asked:
+                    reads[i].add(at)
+            if exit is not None:
+                sure = answer.float().softmax(-1).amax(-1) >= exit
+                due = due | sure.cpu()
+                answer, feature = answer[due], feature[due]
+            if due.any():
+                yield at, [i for i, leaves in zip(rows, due.tolist()) if leaves], answer, feature
+            if due.all():
+                return
+            if due.any():
+                rows = [i for i, leaves in zip(rows, due.tolist()) if not leaves]
+                z, patches = z[~due], patches[~due]
+
+    def _prepare(self, tokens: int, patches: Tensor) -> tuple[Turn, Attend]:
+        """RoPE's angles and the attention for this many latents."""
+        ends = steps(tokens, self.tokens)
+        size = self.width // self.heads
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else patches.dtype
+        # Groups of any size come by; measured is the next power of two.
+        shape = (1 << (len(patches) - 1).bit_length(), self.heads, tokens, size)
+        kind = self.attention or fastest(shape, ends, patches.device, dtype, torch.is_grad_enabled())
+        return turns(tokens, size, self.rope_theta, patches), attention(kind, ends, patches.device)
+
+    def _written(self, z: Tensor, patches: Tensor, turn: Turn, table: Any, keep: Tensor | None = None) -> Tensor:
+        """(B, M, D) output tokens; with `keep` (G, N) read from each of G choices of latents, (B, G, M, D)."""
+        if self.outputs == "class":
+            out = self.output + self.write.folded(z, table, keep)
+            return out if keep is None else out[:, :, None]
+        start = self.output_proj(patches)
+        q = self.write.queries(start)
+        if keep is None:
+            return start + self.write(q, z, turn)
+        many = [start + self.write(q, z, turn, row.expand(q.shape[-2], -1)) for row in keep]
+        return torch.stack(many, 1)
+
+    def _answer(self, outputs: Tensor) -> Tensor:
+        """Output tokens (..., M, D) to (..., classes), dense (..., M, classes)."""
+        logits = self.head(outputs)
+        return logits.squeeze(-2) if self.outputs == "class" else logits
+
+    def answers(self, images: Tensor, widths: Tensor | None = None, sampled: Tensor | None = None) -> Answers:
+        """Algorithm 3's forward pass: every granularity out of one run of the largest.
+
+        widths: (B,) each image's own, masked. sampled: (L,) the granularity that each depth is read out with.
+        """
+        patches = self.embed(images)
+        largest = self.tokens[-1]
+        turn, attend = self._prepare(largest, patches)
+        table = self.write.table(self.output, turn) if self.outputs == "class" else None
+        at = torch.arange(largest, device=images.device)
+        kept = None
+        if widths is not None:
+            neurons = torch.tensor([self.hidden(w) for w in range(self.width + 1)], device=images.device)[widths]
+            kept = (torch.arange(self.hidden(self.width), device=images.device) < neurons[:, None])[:, None]
+            kept = kept.to(patches.dtype)
+        z, depths = self.read.latents(self.latent, patches, turn), []
+        for i, block in enumerate(self.blocks):
+            z = block(z, turn, attend, None, kept)
+            if sampled is not None:
+                depths.append(self._written(z, patches, turn, table, (at < sampled[i])[None])[:, 0])
+        grains = at < torch.tensor(self.tokens, device=images.device)[:, None]  # (G, N)
+        by_tokens = self._written(z, patches, turn, table, grains).transpose(0, 1)
+        return Answers(self._answer(by_tokens), self._answer(torch.stack(depths)) if depths else None)
+
+    @torch.no_grad()
+    def every(self, images: Tensor, width: int | None = None) -> Tensor:
+        """(L, G, B, classes): the answer at each depth and trained granularity, out of one run (C.4)."""
+        (w,) = self._chosen("width", width, 1, self.width)
+        patches = self.embed(images)
+        turn, attend = self._prepare(self.tokens[-1], patches)
+        table = self.write.table(self.output, turn) if self.outputs == "class" else None
+        at = torch.arange(self.tokens[-1], device=images.device)
+        grains = at < torch.tensor(self.tokens, device=images.device)[:, None]
+        z, found = self.read.latents(self.latent, patches, turn), []
+        for block in self.blocks:
+            z = block(z, turn, attend, self.hidden(w))
+            found.append(self._answer(self._written(z, patches, turn, table, grains).transpose(0, 1)))
+        return torch.stack(found)
+
+    def _trace(self, images: Tensor, t_B: list[int], d_B: list[int], w_B: list[int], reads: list[set[int]]) -> Trace:
+        """Latents have no place in the image: the trace's grid is one row of them."""
+        count, largest = len(t_B), max(t_B)
+        trace = Trace((count, largest), 0, (1, largest), self.depth)
+        here = torch.arange(largest) < torch.tensor(t_B)[:, None]  # (B, N)
+        widths = torch.tensor(w_B, dtype=torch.float32)[:, None].expand(count, largest)
+        patches = torch.full((count, largest), float(self.patches((images.shape[-2], images.shape[-1]))))
+        for at in range(1, max(d_B) + 1):
+            live = here & (torch.tensor(d_B) >= at)[:, None]
+            read = torch.tensor([[float(at in r)] for r in reads]).expand(count, largest)
+            trace.lives.append(Where((count, largest), live_BN=live))
+            trace.values.append({"width": widths, "read": read, "patches": patches})
+        return trace
+
+    def macs(self, trace: Trace) -> Tensor:
+        """(B,) multiply-accumulates of each image, read-outs counted."""
+        return trace_macs(self, trace)
+
+    def static_macs(self, trace: Trace | None = None) -> float:
+        """The largest setting, read out once."""
+        patches = None if trace is None else int(trace.values[0]["patches"][0, 0])
+        return float(setting_macs(self, self.tokens[-1], self.depth, self.width, patches=patches))
+
+    def _chosen(self, name: str, given: Choice, count: int, default: int) -> list[int]:
+        """One number per image."""
+        if given is None:
+            return [default] * count
+        if isinstance(given, Tensor):
+            given = given.tolist()
+        values: list[Any] = list(given) if isinstance(given, Sequence) else [given] * count
+        if len(values) != count:
+            raise DwindleError(f"{name} has {len(values)} values for {count} images; give one, or one per image.")
+        most = {"tokens": 4 * self.tokens[-1], "depth": self.depth}.get(name, 0)
+        for value in set(values):
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if name == "width" and not (whole and value in self.widths):
+                allowed = ", ".join(map(str, self.widths))
+                raise DwindleError(f"width = {value}: this network was trained with the widths {allowed}; choose one.")
+            if name != "width" and not (whole and 1 <= value <= most):
+                raise DwindleError(f"{name} = {value}: this network takes a whole number from 1 to {most}.")
+        return values
+
+    def _check(self, images: Tensor, exit: float | None) -> None:
+        sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == self.channels
+        if not sized or any(not side or side % self.patch for side in images.shape[-2:]):
+            raise DwindleError(
+                f"Images of shape {tuple(images.shape)} do not fit this network; it takes (batch, {self.channels}, "
+                f"height, width) with sides that are multiples of {self.patch}, trained at {self.image}; resize them."
+            )
+        if exit is not None and not 0 < exit <= 1:
+            raise DwindleError(f"exit = {exit}: it is the confidence at which an image leaves, in (0, 1].")
+        if exit is not None and self.outputs != "class":
+            raise DwindleError("exit asks for the confidence of one answer; a dense network has one per patch.")
+
+
+def _rising(values: tuple[int, ...]) -> bool:
+    whole = all(isinstance(v, int) and v >= 1 for v in values)
+    return bool(values) and whole and list(values) == sorted(set(values))

@@ -1,0 +1,215 @@
+"""Which setting for which image (I.1-I.4): fixed, early exit, a learned choice of tokens, and the oracle.
+
+G granularities, L depths, W widths, n images. Policies are judged on a `Grid`, which holds what every setting answers
+to every image; `AdaPerceiver.forward` with the same settings answers the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import DwindleError
+from .cost import setting_macs
+from .grid import Batches, Grid
+from .model import AdaPerceiver
+
+
+def result(policy: str, correct: Tensor, macs: Tensor, **more: Any) -> dict[str, Any]:
+    """One row of Table 6."""
+    top1, gmacs = 100 * correct.double().mean(), macs.double().mean() / 1e9
+    return {"policy": policy, "top1": round(float(top1), 3), "gmacs": round(float(gmacs), 4), **more}
+
+
+def fixed(model: AdaPerceiver, found: Grid) -> list[dict[str, Any]]:
+    """I.1: the same tokens for all, full depth and width."""
+    count = found.correct.shape[-1]
+    return [
+        result(
+            f"fixed (t = {tokens})",
+            found.correct[-1, -1, g],
+            torch.full((count,), float(setting_macs(model, tokens, model.depth, model.width))),
+        )
+        for g, tokens in enumerate(model.tokens)
+    ]
+
+
+def exits(found: Grid, threshold: float, tokens: Tensor) -> Tensor:
+    """(n,) the depth, from 1, at which each image is sure enough; tokens: (n,) index of its granularity."""
+    at = torch.arange(len(tokens))
+    sure = found.confidence[-1][:, tokens, at] >= threshold  # (L, n)
+    sure[-1] = True
+    return sure.int().argmax(0) + 1
+
+
+def early_exit(model: AdaPerceiver, found: Grid, threshold: float, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """I.2, each image by its own confidence: what was right (n,), and the MACs with a read-out at every depth."""
+    at, depths = torch.arange(len(tokens)), exits(found, threshold, tokens)
+    price = torch.tensor(
+        [
+            [float(setting_macs(model, t, d, model.width, reads=d)) for d in range(1, model.depth + 1)]
+            for t in model.tokens
+        ],
+        dtype=torch.float64,
+    )
+    return found.correct[-1][depths - 1, tokens, at], price[tokens, depths - 1]
+
+
+def oracle(model: AdaPerceiver, found: Grid) -> dict[str, Any]:
+    """I.4: the cheapest setting that is right; where none is, the cheapest of all."""
+    prices = torch.tensor(
+        [
+            [[float(setting_macs(model, t, d, w)) for t in model.tokens] for d in range(1, model.depth + 1)]
+            for w in model.widths
+        ],
+        dtype=torch.float64,
+    ).flatten()
+    order = prices.argsort(stable=True)
+    right = found.correct.flatten(0, 2)[order]  # (W L G, n), cheapest first
+    chosen = right.int().argmax(0)
+    return result("optimal", right.any(0), prices[order][chosen])
+
+
+class Mixer(nn.Module):
+    """MLP-Mixer's block: an MLP over tokens, one over channels, at half and twice their size."""
+
+    def __init__(self, dim: int, tokens: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.tokens = nn.Sequential(nn.Linear(tokens, tokens // 2), nn.GELU(), nn.Linear(tokens // 2, tokens))
+        self.channels = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.tokens(self.norm1(x).mT).mT
+        return x + self.channels(self.norm2(x))
+
+
+class PolicyNetwork(nn.Module):
+    """Algorithm 4, on input tokens (B, P, D) brought to `inner` channels first: at full width it would cost a block."""
+
+    def __init__(self, model: AdaPerceiver, inner: int | None = None) -> None:
+        super().__init__()
+        self.seq, self.dim, self.inner = model.patches(), model.width, inner or max(model.width // 4, 8)
+        self.choices = model.tokens
+        self.squeeze = nn.Sequential(nn.LayerNorm(self.dim), nn.Linear(self.dim, self.inner))
+        self.mixers = nn.Sequential(Mixer(self.inner, self.seq), Mixer(self.inner, self.seq))
+        self.fuse = nn.Sequential(
+            nn.LayerNorm(self.inner),
+            nn.Linear(self.inner, self.inner),
+            nn.GELU(),
+            nn.Linear(self.inner, self.inner),
+            nn.GELU(),
+        )
+        self.head = nn.Linear(self.inner, len(self.choices), bias=False)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """(B, G) logits of the choices."""
+        return self.head(self.fuse(self.mixers(self.squeeze(patches)).mean(1)))
+
+    def choose(self, patches: Tensor) -> Tensor:
+        """(B,) the number of tokens for each image."""
+        return torch.tensor(self.choices, device=patches.device)[self(patches).argmax(-1)]
+
+    @property
+    def macs(self) -> int:
+        s, i, half = self.seq, self.inner, self.seq // 2
+        mixers = 2 * (2 * i * s * half + 2 * s * i * 2 * i)
+        return s * self.dim * i + mixers + 2 * i * i + i * len(self.choices)
+
+
+def train_policy(
+    model: AdaPerceiver,
+    epochs: Iterable[Batches],
+    price: float,
+    *,
+    lr: float = 1e-3,
+    decay: float = 0.99,
+    entropy: float = 0.01,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    progress: Callable[[float], None] | None = None,
+) -> PolicyNetwork:
+    """REINFORCE (I.3): reward -CE - price * index of the choice (Eq. 14), each image's own advantage over the moving
+    average of past rewards. entropy: a bonus that keeps the choice open while the baseline settles; not in the paper.
+    """
+    place = torch.device(device)
+    model.eval().to(place)
+    torch.manual_seed(seed)
+    policy = PolicyNetwork(model).to(place)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr)
+    baseline: Tensor | None = None
+    for batches in epochs:
+        for x, y in batches:
+            x, y = x.to(place), y.to(place)
+            with torch.no_grad(), torch.autocast(place.type, torch.bfloat16, enabled=place.type == "cuda"):
+                patches, said = model.embed(x), model.answers(x).tokens  # (G, B, classes): one run gives every choice
+            loss = F.cross_entropy(said.flatten(0, 1).float(), y.repeat(len(said)), reduction="none")
+            loss_GB = loss.view(-1, len(y))
+            choice = torch.distributions.Categorical(logits=policy(patches.float()))
+            action = choice.sample()
+            reward = -loss_GB.gather(0, action[None])[0] - price * action
+            baseline = reward.mean() if baseline is None else baseline
+            gain = (reward - baseline).detach()
+            loss = -(gain * choice.log_prob(action)).mean() - entropy * choice.entropy().mean()
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            baseline = decay * baseline + (1 - decay) * reward.mean()
+            if progress:
+                progress(float(loss.detach()))
+    return policy.eval()
+
+
+@torch.no_grad()
+def choices(model: AdaPerceiver, policy: PolicyNetwork, batches: Batches, device: str | torch.device = "cpu") -> Tensor:
+    """(n,) index of the granularity that the policy gives each image."""
+    place = torch.device(device)
+    return torch.cat([policy(model.embed(x.to(place))).argmax(-1).cpu() for x, _ in batches])
+
+
+def learned(
+    model: AdaPerceiver,
+    found: Grid,
+    policy: PolicyNetwork,
+    picked: Tensor,
+    price: float,
+    threshold: float | None = None,
+) -> dict[str, Any]:
+    """I.3's row, the policy network counted; with a threshold, early exit on top."""
+    if threshold is not None:
+        correct, macs = early_exit(model, found, threshold, picked)
+        return result(f"RL (tokens, lambda = {price}, tau = {threshold})", correct, macs + policy.macs)
+    prices = torch.tensor([float(setting_macs(model, t, model.depth, model.width)) for t in model.tokens])
+    correct = found.correct[-1, -1][picked, torch.arange(len(picked))]
+    shares = torch.bincount(picked, minlength=len(model.tokens)).double() / len(picked)
+    more = {"shares": [round(float(s), 3) for s in shares]}
+    return result(f"RL (tokens, lambda = {price})", correct, prices[picked] + policy.macs, **more)
+
+
+def table_6(
+    model: AdaPerceiver,
+    found: Grid,
+    policies: Sequence[tuple[float, PolicyNetwork, Tensor]] = (),
+    thresholds: Sequence[float] = (0.8, 0.9, 0.95),
+) -> list[dict[str, Any]]:
+    """Every policy; `fixed_top1` beside each is what fixed settings reach at its cost, between two of them by share."""
+    if model.outputs != "class":
+        raise DwindleError("Policies choose by the answer to a whole image; this network is dense.")
+    plain = fixed(model, found)
+    rows = list(plain)
+    count = found.correct.shape[-1]
+    for threshold in thresholds:
+        for g, tokens in enumerate(model.tokens):
+            correct, macs = early_exit(model, found, threshold, torch.full((count,), g))
+            rows.append(result(f"exit (t = {tokens}, tau = {threshold})", correct, macs))
+    for price, policy, picked in policies:
+        rows.append(learned(model, found, policy, picked, price))
+        rows += [learned(model, found, policy, picked, price, threshold) for threshold in thresholds]
+    rows.append(oracle(model, found))
+    cost, top1 = [row["gmacs"] for row in plain], [row["top1"] for row in plain]
+    return [row | {"fixed_top1": round(float(np.interp(row["gmacs"], cost, top1)), 3)} for row in rows]

@@ -1,0 +1,56 @@
+"""What a training run of AdaPerceiver depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import DwindleError, unknown
+from ..train.recipe import Recipe
+
+OPTIMIZERS = ("adamw", "soap")
+
+
+@dataclass
+class AdaRecipe(Recipe):
+    """`model` names a preset, `method.NAME` changes its settings, `weights` is None or a checkpoint to begin from.
+
+    freeze_backbone: only the write head, the output token and the classifier learn (D.2).
+    distill: 'soft' or 'hard' answers; 'features': output tokens towards the teacher's patches, for a dense network.
+    """
+
+    model: str = "small"
+    weights: str | None = None
+    method: str = "AdaPerceiver"
+    stages: tuple = (50 / 135, 65 / 135, 20 / 135)  # shares of the epochs: tokens, tokens and depths, widths too (D.1)
+    stage_lr: tuple = (1.0, 1.0, 0.5)  # of lr
+    token_weight: float = 1.0
+    depth_weight: float = 1.0
+    optimizer: str = "adamw"  # or 'soap', from pytorch-optimizer
+
+    def check(self) -> None:
+        dataclasses.replace(_plain(self), distill="soft" if self.distill == "features" else self.distill).check()
+        if self.distill == "token":
+            raise DwindleError("distill = token: AdaPerceiver has no distillation token; take soft, hard or features.")
+        if self.optimizer not in OPTIMIZERS:
+            raise unknown("optimizer", self.optimizer, OPTIMIZERS)
+        shares = all(isinstance(s, int | float) and s >= 0 for s in self.stages)
+        if len(self.stages) != 3 or not shares or not sum(self.stages):
+            raise DwindleError(f"stages = {self.stages}: give three shares of the epochs, such as (0.4, 0.4, 0.2).")
+        if len(self.stage_lr) != 3:
+            raise DwindleError(f"stage_lr = {self.stage_lr}: give three factors of lr, such as (1, 1, 0.5).")
+
+    def runner(self) -> Any:
+        from .train import AdaRun
+
+        return AdaRun
+
+    def ends(self) -> list[int]:
+        """The epochs at which the stages end."""
+        total = sum(self.stages)
+        return [round(self.epochs * sum(self.stages[: i + 1]) / total) for i in range(3)]
+
+
+def _plain(recipe: AdaRecipe) -> Recipe:
+    return Recipe(**{f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)})

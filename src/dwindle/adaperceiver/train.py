@@ -1,0 +1,357 @@
+"""Training AdaPerceiver (Algorithm 3, D.1-D.2) on the repository's data, batches and atomic state.
+
+B images, G granularities, L blocks, S answers to one image (G or L of them).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..checkpoint import load
+from ..errors import DwindleError
+from ..images import Preprocess
+from ..methods.static import Static
+from ..model import AdaptiveViT, adapt
+from ..train.batches import CROP_PCT, mix, seeded
+from ..train.data import check_labels, open_data
+from ..train.data import limit as first
+from ..train.loop import Run, _seed
+from ..train.state import claim_folder
+from ..train.step import WORTH_COMPILING, _mixup
+from .grid import grid
+from .model import AdaPerceiver, Answers
+from .recipe import AdaRecipe
+
+COSINE, MAGNITUDE = 0.9, 0.1  # of the two feature losses (D.1)
+
+
+class AdaRun(Run):
+    """As `Run`, for a network of its own: three stages, each beginning from the average of the one before."""
+
+    recipe: AdaRecipe
+    model: Any
+    teacher: Any
+    optimizer: Any
+
+    def __init__(
+        self,
+        recipe: AdaRecipe,
+        data: str,
+        out: str | os.PathLike,
+        *,
+        eval_data: str | None = None,
+        device: str | None = None,
+        resume: bool = False,
+        limit: int | None = None,
+    ) -> None:
+        self.recipe, self.out = recipe, Path(out)
+        self.data = {"train": data, "eval": eval_data or data}
+        self.given = dataclasses.asdict(recipe) | {"data": data, "eval_data": eval_data, "limit": limit}
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        recipe.check()
+        claim_folder(self.out, resume)
+        self._open(limit)
+        _seed(recipe.seed)
+        self.teacher = self._taught_by()
+        self.model = self._build().to(self.device)
+        small = min(self.train_images.image(0).size) < self.model.image
+        self.preprocess = Preprocess(size=self.model.image, crop_pct=1.0 if small else CROP_PCT)
+        if recipe.freeze_backbone:
+            _freeze(self.model)
+        self.resident = self._resident()
+        self.batch = min(recipe.batch, len(self.train_images))
+        if recipe.mixup or recipe.cutmix:
+            self.batch -= self.batch % 2
+        if not self.batch:
+            raise DwindleError(f"{len(self.train_images)} training images are too few to train on.")
+        self.steps_per_epoch = len(self.train_images) // self.batch
+        self.average = self._average()
+        self.sharded = False
+        self.optimizer = self._optimizer()
+        self.schedule = SimpleNamespace(step_update=self._set_rate)
+        images = recipe.epochs * self.steps_per_epoch * self.batch
+        able = self.device.type == "cuda" and images >= WORTH_COMPILING
+        compiled = able if recipe.compile is None else recipe.compile
+        if compiled:
+            self.model.write.compiled = True
+            for block in self.model.blocks:
+                block.compile(dynamic=False)
+        self.learn: Any = SimpleNamespace(bare=SimpleNamespace(compiled=compiled))
+        self.mixup = _mixup(recipe, self.model.classes)
+        self.epoch, self.step, self.noted, self.seconds_per_epoch = 0, 0, 0, 0.0
+        self.history = []
+        if resume:
+            self._restore()
+
+    def _open(self, limit: int | None) -> None:
+        self.train_images, self.eval_images = (
+            open_data(self.data["train"], "train"),
+            open_data(self.data["eval"], "test"),
+        )
+        if limit is not None:
+            self.train_images, self.eval_images = first(self.train_images, limit), first(self.eval_images, limit)
+
+    def _build(self) -> AdaPerceiver:
+        recipe, teacher = self.recipe, self.teacher
+        options = {n: tuple(v) if isinstance(v, list) else v for n, v in recipe.method_options.items()}
+        options.setdefault("classes", self.train_images.num_classes)
+        if recipe.image_size:
+            options["image"] = recipe.image_size
+        if recipe.distill == "features":  # D.1: a dense network whose head, an MLP, predicts the teacher's features
+            if teacher is None:
+                raise DwindleError("distill = features needs a teacher; give one with --set teacher=FOLDER.")
+            options |= {"outputs": "dense", "head": "mlp", "classes": _shape(teacher)[1]}
+        try:
+            model = AdaPerceiver.preset(recipe.model, **options)
+        except TypeError as error:
+            raise DwindleError(f"AdaPerceiver has no such setting ({error}); see its constructor.") from error
+        if recipe.weights is not None:
+            _begin_from(model, recipe.weights)
+        if recipe.distill == "features":
+            return model
+        if teacher is not None and _shape(teacher)[0] != model.classes:
+            raise DwindleError(
+                f"The teacher {recipe.teacher} knows {_shape(teacher)[0]} classes, the data has {model.classes}; take "
+                "a teacher trained on this data."
+            )
+        for images in (self.train_images, self.eval_images):
+            check_labels(images.labels, model.classes)
+        return model
+
+    def _taught_by(self) -> nn.Module | None:
+        """A checkpoint's network with nothing halted, or an AdaPerceiver at its largest."""
+        named = self.recipe.teacher
+        if named is None:
+            return None
+        try:
+            teacher: Any = load(named)
+        except DwindleError as error:
+            raise DwindleError(f"teacher = {named}: {error}") from error
+        if isinstance(teacher, AdaptiveViT):
+            teacher = adapt(teacher.unwrap(), Static())
+            teacher.checks = False
+        return teacher.eval().requires_grad_(False).to(self.device)
+
+    @torch.no_grad()
+    def _features(self, x: Tensor) -> Tensor:
+        """(B, P, teacher's width), on the student's grid."""
+        teacher: Any = self.teacher
+        out = teacher(x, layout="masked") if isinstance(teacher, AdaptiveViT) else teacher(x)
+        found, grid_ = out.features, (x.shape[-2] // self.model.patch, x.shape[-1] // self.model.patch)
+        if isinstance(teacher, AdaptiveViT):
+            shape = teacher.backbone.shape
+            square = found[:, shape.prefix :].unflatten(1, shape.grid((x.shape[-2], x.shape[-1])))
+            if tuple(square.shape[1:3]) != grid_:
+                square = F.interpolate(square.permute(0, 3, 1, 2), size=grid_, mode="bilinear").permute(0, 2, 3, 1)
+            found = square.flatten(1, 2)
+        return found
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        recipe = self.recipe
+        learning = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        plain = [p for n, p in learning if p.dim() <= 1 or n in ("position", "latent", "output")]
+        decayed = [p for n, p in learning if not (p.dim() <= 1 or n in ("position", "latent", "output"))]
+        groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        if recipe.optimizer == "adamw":
+            return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.999), fused=self.device.type == "cuda")
+        try:
+            from pytorch_optimizer import SOAP
+        except ImportError as error:
+            raise DwindleError(
+                "optimizer = soap needs the package pytorch-optimizer; install dwindle[soap], or take adamw."
+            ) from error
+        return SOAP(groups, lr=recipe.lr, betas=(0.9, 0.999))
+
+    @property
+    def stage(self) -> int:
+        """0: tokens; 1: and depths; 2: and widths."""
+        return next((i for i, end in enumerate(self.recipe.ends()) if self.epoch < end), 2)
+
+    def _set_rate(self, step: int) -> None:
+        """Each stage warms up and falls by a cosine of its own."""
+        recipe, stage = self.recipe, self.stage
+        ends = [0, *(end * self.steps_per_epoch for end in recipe.ends())]
+        at, total = step - ends[stage], max(ends[stage + 1] - ends[stage], 1)
+        warm = min(int(recipe.warmup_epochs * self.steps_per_epoch), total // 2)
+        peak = recipe.lr * recipe.stage_lr[stage]
+        if at < warm:
+            rate = 1e-6 + (peak - 1e-6) * at / warm
+        else:
+            low = min(1e-5, peak)
+            rate = low + (peak - low) * (1 + math.cos(math.pi * min((at - warm) / max(total - warm, 1), 1.0))) / 2
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def _begin_stage(self) -> None:
+        """D.1: from the averaged weights of the stage before; the optimiser begins anew."""
+        starts = [0, *self.recipe.ends()][:3]
+        if self.epoch and self.epoch == starts[self.stage]:
+            if self.average:
+                self.model.load_state_dict(self.average.module.state_dict())
+            self.optimizer = self._optimizer()
+
+    def _train_epoch(self, tick: Any) -> dict[str, float]:
+        self._begin_stage()
+        self.model.train()
+        begin, total_steps = time.perf_counter(), self.recipe.epochs * self.steps_per_epoch
+        sums: dict[str, Tensor] = {}
+        for x, y in self.batches(train=True):
+            self._set_rate(self.step)
+            terms = self._step(x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True))
+            for name, value in terms.items():
+                sums[name] = sums.get(name, torch.zeros_like(value)) + value
+            if tick:
+                tick(self.step, total_steps, terms)
+        means = {name: float(value) / self.steps_per_epoch for name, value in sums.items()}
+        self.seconds_per_epoch = time.perf_counter() - begin
+        if not np.isfinite(means["total"]):
+            raise DwindleError(f"The loss became {means['total']} in epoch {self.epoch + 1}; lower lr.")
+        return means | {"lr": self.optimizer.param_groups[0]["lr"], "stage": float(self.stage + 1)}
+
+    def _step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        if self.mixup is not None:
+            with seeded(self.recipe.seed, self.step):
+                x, y = self.mixup(x, y)
+                y = y.to(x.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.amp and self.device.type == "cuda"):
+            answers = self.model.answers(x, *self._sample(len(x)))
+            terms = self.terms(answers, x, y)
+        terms["total"].backward()
+        if self.recipe.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        self.optimizer.step()
+        self.step += 1
+        if self.average:
+            self.average.update(self.model, step=self.step)
+        return {name: value.detach().float() for name, value in terms.items()}
+
+    def _sample(self, count: int) -> tuple[Tensor | None, Tensor | None]:
+        """A width per image and a granularity per depth, as the stage asks; a function of (seed, step)."""
+        draw = torch.Generator().manual_seed(mix(self.recipe.seed, self.step))
+
+        def of(choices: Sequence[int], n: int) -> Tensor:
+            return torch.tensor(choices)[torch.randint(len(choices), (n,), generator=draw)].to(self.device)
+
+        sampled = of(self.model.tokens, self.model.depth) if self.stage >= 1 else None
+        widths = of(self.model.widths, count) if self.stage >= 2 and len(self.model.widths) > 1 else None
+        return widths, sampled
+
+    def terms(self, answers: Answers, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Algorithm 3: means over images and granularities, and over depths at weight l / L."""
+        recipe, taught = self.recipe, self._taught(x)
+        terms = {"tokens": self.loss(answers.tokens, y, taught).mean()}
+        terms["total"] = recipe.token_weight * terms["tokens"]
+        if answers.depths is not None:
+            losses = self.loss(answers.depths, y, taught)  # (L,)
+            weights = torch.arange(1, len(losses) + 1, device=losses.device) / len(losses)
+            terms["depths"] = (weights * losses).mean()
+            terms["total"] = terms["total"] + recipe.depth_weight * terms["depths"]
+        return terms | {"cost": torch.ones((), device=x.device)}
+
+    def _taught(self, x: Tensor) -> Tensor | None:
+        teacher: Any = self.teacher
+        if teacher is None:
+            return None
+        if self.recipe.distill == "features":
+            return self._features(x)
+        with torch.no_grad():
+            return (teacher(x, layout="masked") if isinstance(teacher, AdaptiveViT) else teacher(x)).logits
+
+    def loss(self, answers: Tensor, y: Tensor, taught: Tensor | None) -> Tensor:
+        """(S,) of answers (S, B, ...), each a mean over images."""
+        if self.recipe.distill == "features":
+            assert taught is not None
+            return feature_loss(answers, taught)
+        recipe, count = self.recipe, len(answers)
+        flat = answers.flatten(0, 1).float()
+        total = flat.new_zeros(count)
+        if recipe.label_weight:
+            labels = y.repeat(count, *[1] * (y.dim() - 1))
+            task = F.cross_entropy(flat, labels, label_smoothing=recipe.smoothing, reduction="none")
+            total = total + recipe.label_weight * task.view(count, -1).mean(-1)
+        if taught is not None:
+            wanted, heat = taught.float(), recipe.teacher_temperature
+            if recipe.distill == "hard":
+                told = F.cross_entropy(flat, wanted.argmax(-1).repeat(count), reduction="none")
+            else:
+                said, truth = F.log_softmax(flat / heat, -1), F.log_softmax(wanted / heat, -1).repeat(count, 1)
+                told = F.kl_div(said, truth, reduction="none", log_target=True).sum(-1) * heat**2
+            total = total + recipe.teacher_weight * told.view(count, -1).mean(-1)
+        return total
+
+    def _meet_budget(self) -> None:
+        """The setting is chosen when the network runs; there is none to hold."""
+
+    @property
+    def best_model(self) -> Any:
+        return self.average.module if self.average else self.model
+
+    def evaluate(self, layout: str = "packed", model: Any = None) -> dict[str, float]:
+        """Top-1 of the largest setting, and of it with each axis at its smallest (depth: half)."""
+        if self.recipe.distill == "features":
+            return {}
+        model = model or self.best_model
+        found = grid(model, self.batches(train=False), device=self.device, amp=self.recipe.amp)
+        top1 = 100 * found.correct.double().mean(-1)  # (W, L, G)
+        half = (model.depth + 1) // 2 - 1
+        return {
+            "top1": round(float(top1[-1, -1, -1]), 3),
+            "top1_fewest_tokens": round(float(top1[-1, -1, 0]), 3),
+            "top1_half_depth": round(float(top1[-1, half, -1]), 3),
+            "top1_least_width": round(float(top1[0, -1, -1]), 3),
+            "gmacs": round(model.static_macs() / 1e9, 4),
+            "images": found.correct.shape[-1],
+        }
+
+
+def feature_loss(answers: Tensor, wanted: Tensor) -> Tensor:
+    """(S,) of (S, B, P, D): 0.9 of 1 - cosine and 0.1 of smooth L1 (D.1)."""
+    wanted = wanted.float().expand_as(answers)
+    cosine = 1 - F.cosine_similarity(answers.float(), wanted, dim=-1)
+    size = F.smooth_l1_loss(answers.float(), wanted, reduction="none").mean(-1)
+    return (COSINE * cosine + MAGNITUDE * size).flatten(1).mean(-1)
+
+
+def _shape(teacher: Any) -> tuple[int, int]:
+    """Classes and width."""
+    if isinstance(teacher, AdaptiveViT):
+        return teacher.backbone.shape.classes, teacher.backbone.shape.width
+    return teacher.classes, teacher.width
+
+
+def _freeze(model: AdaPerceiver) -> None:
+    """D.2: the write head, the output tokens and the last linear layer learn on."""
+    model.requires_grad_(False)
+    parts: list[nn.Module] = [model.write, model.head]
+    if model.outputs == "class":
+        model.output.requires_grad_(True)
+    else:
+        parts.append(model.output_proj)
+    for part in parts:
+        part.requires_grad_(True)
+
+
+def _begin_from(model: AdaPerceiver, source: str) -> None:
+    """Another checkpoint's weights; what belongs to its task (outputs, head) starts anew where it does not fit."""
+    other: Any = load(source)
+    if not isinstance(other, AdaPerceiver):
+        raise DwindleError(f"weights = {source} holds no AdaPerceiver; give a checkpoint of one, or none.")
+    own, given = model.state_dict(), other.state_dict()
+    fitting = {n: v for n, v in given.items() if n in own and own[n].shape == v.shape}
+    lost = [n for n in own if n not in fitting and not n.startswith(("head.", "output"))]
+    if lost:
+        raise DwindleError(f"weights = {source} does not fit: '{lost[0]}' differs; train the same configuration.")
+    model.load_state_dict(fitting, strict=False)

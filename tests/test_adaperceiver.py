@@ -1,0 +1,191 @@
+"""AdaPerceiver: the published configuration, what its settings promise, cost, trace, checkpoints, bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import dwindle
+from dwindle.adaperceiver.blocks import attend_mask, attend_steps, block_mask, steps
+from dwindle.adaperceiver.cost import nested_macs, setting_macs
+
+TABLE_5 = {32: 16.2, 64: 28.3, 96: 40.4, 128: 52.5, 224: 88.7, 256: 100.8}
+TABLE_6 = {32: 16.2, 64: 28.3, 96: 40.4, 128: 52.5, 192: 76.7, 256: 100.8}
+
+
+def tiny(dtype=torch.float64, **changes) -> dwindle.AdaPerceiver:
+    torch.manual_seed(0)
+    model = dwindle.AdaPerceiver.preset("tiny", classes=5, **changes)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+        else:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def images(count=4, dtype=torch.float64, size=32):
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.fixture(scope="module")
+def paper():
+    with torch.device("meta"):
+        return dwindle.AdaPerceiver.preset("paper")
+
+
+def test_paper_parameters(paper):
+    assert round(sum(p.numel() for p in paper.parameters()) / 1e6, 1) == 143.8
+    assert (paper.width, paper.depth, paper.heads, paper.widths) == (832, 21, 13, (416, 624, 832))
+
+
+def test_papers_gflops(paper):
+    """Its counter is reproduced to the last digit printed; Table 5's row of 192 tokens is that of 224."""
+    for table in (TABLE_5, TABLE_6):
+        for tokens, gflops in table.items():
+            assert nested_macs(paper, tokens) / 1e9 == pytest.approx(gflops, abs=0.051)
+
+
+@pytest.mark.parametrize("tokens, depth, width", [(4, 4, 32), (8, 2, 16), (13, 3, 24), (16, 4, 32)])
+@pytest.mark.parametrize("outputs", ["class", "dense"])
+def test_macs_against_torchs_counter(tokens, depth, width, outputs):
+    """Per image, in a batch: what is made once for all images is left out of both."""
+    model = tiny(torch.float32, outputs=outputs)
+
+    def flops(count: int) -> float:
+        with FlopCounterMode(display=False) as counter:
+            out = model(images(count, torch.float32), tokens, depth, width)
+        assert float(model.macs(out.trace)[0]) == setting_macs(model, tokens, depth, width)
+        return counter.get_total_flops() / 2
+
+    assert flops(5) - flops(4) == setting_macs(model, tokens, depth, width)
+
+
+def test_first_tokens_do_not_see_those_that_follow():
+    """C.4: the first t latents are the same at every block, whether or not more follow."""
+    model, found = tiny(), {}
+    for tokens in (4, 8, 16, 24):
+        seen: list[torch.Tensor] = []
+        hooks = [block.register_forward_hook(lambda m, i, o, seen=seen: seen.append(o)) for block in model.blocks]
+        model(images(), tokens=tokens)
+        [hook.remove() for hook in hooks]
+        found[tokens] = seen
+    for fewer in (4, 8, 16):
+        for short, long in zip(found[fewer], found[24]):
+            torch.testing.assert_close(short, long[:, :fewer], atol=1e-12, rtol=1e-12)
+
+
+def test_one_run_gives_every_granularity_and_depth():
+    model = tiny()
+    for width in model.widths:
+        every = model.every(images(), width)
+        for g, tokens in enumerate(model.tokens):
+            for depth in range(1, model.depth + 1):
+                alone = model(images(), tokens, depth, width).logits
+                torch.testing.assert_close(every[depth - 1, g], alone, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("outputs", ["class", "dense"])
+def test_training_pass_is_what_runs(outputs):
+    """Masked widths and read-outs of Algorithm 3 equal the sliced ones."""
+    model = tiny(outputs=outputs)
+    widths, sampled = torch.tensor([16, 32, 24, 16]), torch.tensor([8, 4, 16, 8])
+    answers = model.answers(images(), widths, sampled)
+    for g, tokens in enumerate(model.tokens):
+        torch.testing.assert_close(answers.tokens[g], model(images(), tokens, width=widths).logits)
+    for depth in range(1, 5):
+        alone = model(images(), int(sampled[depth - 1]), depth, widths).logits
+        torch.testing.assert_close(answers.depths[depth - 1], alone)
+
+
+def test_a_setting_per_image():
+    model, x = tiny(), images(6)
+    tokens, depth, width = [4, 8, 5, 16, 4, 40], [1, 4, 2, 4, 3, 4], [16, 32, 24, 16, 16, 32]
+    together = model(x, tokens, depth, torch.tensor(width))
+    for i in range(6):
+        alone = model(x[i : i + 1], tokens[i], depth[i], width[i])
+        torch.testing.assert_close(together.logits[i : i + 1], alone.logits, atol=1e-12, rtol=1e-12)
+        assert float(model.macs(together.trace)[i]) == float(model.macs(alone.trace)[0])
+    assert together.trace.counts.tolist() == [[t if d > at else 0 for t, d in zip(tokens, depth)] for at in range(4)]
+
+
+def test_exit_is_the_images_own():
+    model, x = tiny(), images(8)
+    every = model.every(x)[:, -1].softmax(-1).amax(-1)  # (L, B)
+    threshold = float(every[:-1].median())
+    out = model(x, exit=threshold)
+    depths = [next((d for d in range(1, 4) if every[d - 1, i] >= threshold), 4) for i in range(8)]
+    assert out.trace.depth[:, 0].tolist() == depths and len(set(depths)) > 1
+    for i in range(8):
+        alone = model(x[i : i + 1], exit=threshold)
+        torch.testing.assert_close(alone.logits, out.logits[i : i + 1], atol=1e-12, rtol=1e-12)
+        reads = setting_macs(model, 16, depths[i], 32, reads=depths[i])
+        assert float(model.macs(out.trace)[i]) == float(model.macs(alone.trace)[0]) == reads
+
+
+def test_attention_is_the_same_every_way():
+    q, k, v = torch.randn(3, 2, 2, 13, 8, dtype=torch.float64)
+    ends = steps(13, (4, 8, 16))
+    assert ends == (4, 8, 13) and steps(8, (4, 8, 16)) == (4, 8) and steps(20, (4, 8, 16)) == (4, 8, 16, 20)
+    mask = block_mask(ends, q.device)
+    assert mask.sum(-1).tolist() == [4] * 4 + [8] * 4 + [13] * 5
+    torch.testing.assert_close(attend_steps(q, k, v, ends), attend_mask(q, k, v, mask))
+
+
+def test_other_image_sizes():
+    model = tiny(outputs="dense")
+    out = model(images(2, size=48), tokens=8)
+    assert out.logits.shape == (2, 36, 5) and float(model.macs(out.trace)[0]) == setting_macs(
+        model, 8, 4, 32, patches=36
+    )
+
+
+def test_checkpoint(tmp_path):
+    model = tiny(torch.float32)
+    dwindle.save(model, tmp_path / "ada", extra={"note": "x"})
+    again = dwindle.load(tmp_path / "ada")
+    assert isinstance(again, dwindle.AdaPerceiver) and again.extra["note"] == "x" and again.config == model.config
+    x = images(dtype=torch.float32)
+    assert torch.equal(model(x, 8, 3, 16).logits, again(x, 8, 3, 16).logits)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"tokens": 0}, "from 1 to 64"),
+        ({"tokens": 65}, "from 1 to 64"),
+        ({"tokens": 2.5}, "whole number"),
+        ({"depth": 5}, "from 1 to 4"),
+        ({"depth": 0}, "from 1 to 4"),
+        ({"width": 20}, "16, 24, 32"),
+        ({"tokens": [4, 8]}, "2 values for 4 images"),
+        ({"exit": 1.5}, "confidence"),
+    ],
+)
+def test_bad_settings(given, said):
+    with pytest.raises(dwindle.DwindleError, match=said):
+        tiny()(images(), **given)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 33, 32), (2, 1, 32, 32), (3, 32, 32), (0, 3, 32, 32)])
+def test_bad_images(shape):
+    with pytest.raises(dwindle.DwindleError, match="multiples of 8"):
+        tiny()(torch.zeros(shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"heads": 3},
+        {"image": 30},
+        {"tokens": (8, 4)},
+        {"tokens": ()},
+        {"widths": (16, 24)},
+        {"depth": 0},
+        {"outputs": "words"},
+    ],
+)
+def test_bad_networks(given):
+    with pytest.raises(dwindle.DwindleError):
+        dwindle.AdaPerceiver.preset("tiny", **given)

@@ -1,0 +1,134 @@
+"""Segmentation and depth on generated shapes: more pixels out than latents in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import dwindle
+from dwindle.adaperceiver.dense import IGNORED, DenseRecipe, DenseRun, Scenes, Score, maps, metres, predict, task_loss
+from dwindle.train.recipe import changed
+from test_adaperceiver import images, tiny
+
+
+def scene(draw) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A red square (class 1, near) and a blue one (class 2, nearer) on noise (class 0, far)."""
+    picture = draw.integers(0, 60, (32, 32, 3))
+    mask, depth = np.zeros((32, 32), np.uint8), np.full((32, 32), 8000, np.uint16)
+    for label, channel, far in ((1, 0, 4000), (2, 2, 1000)):
+        top, left = draw.integers(0, 17, 2)
+        place = slice(top, top + 16), slice(left, left + 16)
+        picture[place] = 20
+        picture[(*place, channel)] = 220
+        mask[place], depth[place] = label, far
+    mask[0, 0], depth[0, 0] = IGNORED, 0
+    return picture.astype(np.uint8), mask, depth
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    root, draw = tmp_path_factory.mktemp("shapes"), np.random.default_rng(0)
+    for split, count in (("train", 48), ("val", 12)):
+        for part in ("images", "masks", "depths"):
+            (root / split / part).mkdir(parents=True)
+        for i in range(count):
+            for part, values in zip(("images", "masks", "depths"), scene(draw)):
+                Image.fromarray(values).save(root / split / part / f"{i}.png")
+    return root
+
+
+def run(data, out, *settings, **options) -> DenseRun:
+    recipe = DenseRecipe(model="tiny", epochs=12, batch=8, lr=4e-3, workers=0, warmup_epochs=0.0, eval_every=12)
+    return DenseRun(changed(recipe, settings), str(data), out, device="cpu", **options)
+
+
+@pytest.mark.parametrize("task, name", [("segmentation", "miou"), ("depth", "rmse")])
+def test_learns_shapes(shapes, tmp_path, task, name):
+    work = run(shapes, tmp_path / "run", f"task={task}", "method.patch=4")
+    before, numbers = work.evaluate(), list(work.epochs())[-1]
+    if task == "segmentation":
+        assert numbers[name] > 60 and numbers[name] > before[name] + 20
+    else:
+        assert numbers[name] < 2.0 and numbers[name] < before[name] / 2
+    model = dwindle.load(tmp_path / "run")
+    x = work.eval_images[0][0][None]
+    sizes = {tuple(predict(model, x, task, tokens=t).shape) for t in (1, 4, 16, 30)}
+    assert sizes == {(1, 32, 32)}
+
+
+def test_only_the_write_head_learns(shapes, tmp_path):
+    """D.3, from a classifier's weights."""
+    dwindle.save(tiny(torch.float32), tmp_path / "ada")
+    work = run(shapes, tmp_path / "run", f"weights={tmp_path / 'ada'}", "freeze_backbone=true", "epochs=1")
+    learning = {name.split(".")[0] for name, p in work.model.named_parameters() if p.requires_grad}
+    assert learning == {"write", "output_proj", "head"}
+    list(work.epochs())
+
+
+def test_scores_against_a_slow_count():
+    draw = torch.Generator().manual_seed(0)
+    seen, target = torch.randn(2, 3, 8, 8, generator=draw), torch.randint(0, 3, (2, 8, 8), generator=draw)
+    target[0, 0] = IGNORED
+    score, answer, known = Score("segmentation", 3), seen.argmax(1), target != IGNORED
+    score.add(seen[:1], target[:1])
+    score.add(seen[1:], target[1:])
+    pairs = [(answer == c, target == c) for c in range(3)]
+    slow = [(one & two & known).sum() / ((one | two) & known).sum() for one, two in pairs]
+    assert score.value == pytest.approx(100 * float(sum(slow)) / 3)
+    far = torch.rand(2, 8, 8, generator=draw) * 5
+    far[1, 2] = 0
+    score = Score("depth", 1)
+    score.add(seen[:, :1], far)
+    error = (metres(seen[:, 0]) - far)[far > 0]
+    assert score.value == pytest.approx(float((error**2).mean().sqrt()), rel=1e-5)
+    assert float(task_loss(seen, torch.full((2, 8, 8), IGNORED), "segmentation")) == 0
+
+
+def test_maps():
+    model = tiny(outputs="dense")
+    answers = model(images(2)).logits
+    assert maps(answers, (4, 4), (32, 48)).shape == (2, 5, 32, 48)
+    assert maps(answers[None].expand(3, -1, -1, -1), (4, 4), (8, 8)).shape == (3, 2, 5, 8, 8)
+    torch.testing.assert_close(maps(answers, (4, 4), (4, 4)).flatten(2).mT, answers.float())
+
+
+def test_ade20k_layout(tmp_path):
+    draw = np.random.default_rng(0)
+    for split in ("training", "validation"):
+        for part, i in (("images", 0), ("annotations", 1)):
+            (tmp_path / part / split).mkdir(parents=True)
+            Image.fromarray(scene(draw)[i]).save(tmp_path / part / split / "a.png")
+    scenes = Scenes(str(tmp_path), "train", "segmentation")
+    assert scenes.count_classes() == 150 and set(np.unique(scenes.target(0))) <= {0, 1, IGNORED, IGNORED - 1}
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        (("task=colour",), "unknown task"),
+        (("teacher=x",), "masks alone"),
+        (("mixup=0.5",), "masks alone"),
+    ],
+)
+def test_bad_recipes(shapes, tmp_path, settings, said):
+    with pytest.raises(dwindle.DwindleError, match=f"(?i){said}"):
+        run(shapes, tmp_path / "run", *settings)
+
+
+def test_bad_data(shapes, tmp_path):
+    with pytest.raises(dwindle.DwindleError, match="lacks train/images"):
+        run(tmp_path, tmp_path / "run")
+    for part in ("images", "masks"):
+        (tmp_path / "train" / part).mkdir(parents=True)
+    with pytest.raises(dwindle.DwindleError, match="holds no images"):
+        run(tmp_path, tmp_path / "run")
+    Image.new("RGB", (8, 8)).save(tmp_path / "train" / "images" / "a.png")
+    with pytest.raises(dwindle.DwindleError, match="no target of its name"):
+        run(tmp_path, tmp_path / "run")
+    Image.new("L", (9, 8)).save(tmp_path / "train" / "masks" / "a.png")
+    with pytest.raises(dwindle.DwindleError, match="not as large as its image"):
+        Scenes(str(tmp_path), "train", "segmentation")[0]
+    with pytest.raises(dwindle.DwindleError, match="dense network"):
+        predict(tiny(), images())

@@ -1,0 +1,165 @@
+"""Policies on AdaPerceiver, the commands that print them, and figures."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import dwindle
+from dwindle.adaperceiver import figures
+from dwindle.adaperceiver import grid as measure
+from dwindle.adaperceiver import policies as rules
+from dwindle.adaperceiver.cost import setting_macs
+from test_adaperceiver import images, tiny
+from test_cli import refused, run
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """A random network, 48 images, and labels it gets right now and then."""
+    model, x = tiny(torch.float32), images(48, torch.float32)
+    y = model(x, tokens=8, depth=3).logits.argmax(-1)
+    y[::3] = (y[::3] + 1) % 5
+    batches = list(zip(x.split(16), y.split(16)))
+    return model, x, y, batches, measure.grid(model, batches)
+
+
+def test_grid(seen):
+    model, x, y, _, found = seen
+    assert found.correct.shape == (3, 4, 3, 48)
+    out = model(x, 8, 3, 24)
+    assert torch.equal(found.correct[1, 2, 1], out.logits.argmax(-1) == y)
+    torch.testing.assert_close(found.confidence[1, 2, 1], out.logits.softmax(-1).amax(-1))
+    rows = measure.rows(model, found)
+    assert len(rows) == 36 and rows[-1]["gmacs"] == round(model.static_macs() / 1e9, 4)
+    assert set(measure.falls(found)) == {"width", "depth", "tokens"}
+
+
+def test_between(seen):
+    model, x, y, batches, _ = seen
+    rows = measure.between(model, batches, [2, 4, 6, 16, 32])
+    assert [r["trained"] for r in rows] == [False, True, False, True, False]
+    right = (model(x, tokens=6).logits.argmax(-1) == y).float().mean()
+    assert rows[2]["top1"] == pytest.approx(100 * float(right), abs=1e-3)
+
+
+def test_exit_of_the_grid_is_the_models(seen):
+    """The table of policies and the network that runs agree on answers, depths and cost, read-outs counted."""
+    model, x, y, _, found = seen
+    threshold = float(found.confidence[-1, :-1].median())
+    picked = torch.arange(48) % 3
+    tokens = torch.tensor(model.tokens)[picked]
+    out = model(x, tokens=tokens, exit=threshold)
+    correct, macs = rules.early_exit(model, found, threshold, picked)
+    assert torch.equal(correct, out.logits.argmax(-1) == y)
+    assert torch.equal(macs, model.macs(out.trace))
+    depths = rules.exits(found, threshold, picked)
+    assert torch.equal(depths, out.trace.depth.amax(-1)) and len(depths.unique()) > 1
+
+
+def test_oracle_is_the_bound(seen):
+    model, _, _, _, found = seen
+    best = rules.oracle(model, found)
+    assert best["top1"] == pytest.approx(100 * float(found.correct.flatten(0, 2).any(0).float().mean()), abs=1e-3)
+    assert best["top1"] >= float(found.top1.max())
+    everything_right = measure.Grid(torch.ones_like(found.correct), found.confidence)
+    assert rules.oracle(model, everything_right)["gmacs"] == round(setting_macs(model, 4, 1, 16) / 1e9, 4)
+
+
+def test_policy_learns_who_needs_more():
+    """Half the images are right with few tokens, half only with many: REINFORCE tells them apart by their looks."""
+    model = tiny(torch.float32)
+    x = 0.1 * images(64, torch.float32)
+    hard = torch.arange(64) % 2 == 1
+    x[hard] += 1.0
+    y = torch.where(hard, 1, 0)
+
+    class Known(dwindle.AdaPerceiver):
+        def answers(self, x, widths=None, sampled=None):
+            said = torch.zeros(3, len(x), 5)
+            needs = x.mean((1, 2, 3)) > 0.5
+            said[:, ~needs, 0], said[:2, needs, 0], said[2, needs, 1] = 4.0, 4.0, 4.0
+            return type("Answers", (), {"tokens": said})
+
+    known = Known(**model.config)
+    known.load_state_dict(model.state_dict())
+    known.requires_grad_(False)
+    epochs = ([(x, y)] for _ in range(150))
+    policy = rules.train_policy(known, epochs, 0.2, lr=3e-3)
+    picked = policy(known.embed(x)).argmax(-1)
+    assert (picked[hard] == 2).float().mean() > 0.9 and (picked[~hard] == 0).float().mean() > 0.9
+    assert torch.equal(policy.choose(known.embed(x)), torch.tensor(model.tokens)[picked])
+
+
+def test_policy_network_cost(seen):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, x = seen[0], seen[1]
+    policy, patches = rules.PolicyNetwork(model), model.embed(x[:1])
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        policy(patches)
+    assert counter.get_total_flops() / 2 == policy.macs
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    root, draw = tmp_path_factory.mktemp("policies"), np.random.default_rng(0)
+    for split, count in (("train", 4), ("val", 3)):
+        for c in "abcde":
+            (root / "data" / split / c).mkdir(parents=True)
+            for i in range(count):
+                pixels = draw.integers(0, 255, (32, 32, 3)).astype(np.uint8)
+                Image.fromarray(pixels).save(root / "data" / split / c / f"{i}.png")
+    dwindle.save(tiny(torch.float32), root / "ada")
+    dwindle.save(tiny(torch.float32, outputs="dense"), root / "dense")
+    return {"data": root / "data", "ada": root / "ada", "dense": root / "dense", "root": root}
+
+
+def test_policies_command(places):
+    line = "policies {ada} --data {data} --epochs 1 --prices 0.1 --batch 4 --out {root}/table --device cpu"
+    done = run(line, **places)
+    rows = done.json["rows"]
+    assert len(rows) == 3 + 9 + 4 + 1 and done.json["images"] == 15
+    assert all({"policy", "top1", "gmacs", "fixed_top1"} <= set(row) for row in rows)
+    assert json.loads((places["root"] / "table" / "policies.json").read_text()) == rows
+    assert (places["root"] / "table" / "policy_0.1.safetensors").is_file()
+
+
+def test_grid_command(places):
+    line = "grid {ada} --data {data} --out {root}/grid --between 2,6,20 --seconds 0.1 --batch 4 --device cpu"
+    done = run(line, **places)
+    assert done.json["images"] == 15 and len(done.json["between"]) == 6
+    names = {p.name for p in (places["root"] / "grid").iterdir()}
+    assert names == {"grid.json", "tradeoff.png", "latency.png", "interpolation.png"}
+    assert len(json.loads((places["root"] / "grid" / "grid.json").read_text())["rows"]) == 36
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("policies {dense} --data {data}", "no AdaPerceiver that classifies"),
+        ("policies aht_deit_tiny_imagenet --data {data}", "no AdaPerceiver"),
+        ("policies {ada} --data {data} --thresholds none", "--thresholds none"),
+        ("grid {ada} --data {data} --limit 0 --out {root}/x", "--limit 0"),
+        ("grid {ada} --data {root}/nowhere --out {root}/x", "nowhere"),
+        ("eval {ada} --data {data}", "is an AdaPerceiver"),
+        ("view {ada} {root}/x.png", "is an AdaPerceiver"),
+        ("bench {ada}", "is an AdaPerceiver"),
+    ],
+)
+def test_bad_commands(places, line, said):
+    refused(run(line + " --device cpu", **places), said)
+
+
+def test_components(tmp_path):
+    model = tiny(torch.float32, outputs="dense")
+    path = figures.components(model, images(1, torch.float32), tmp_path / "pca.png")
+    assert path.stat().st_size > 1000
+    picture, basis = figures.principal(torch.randn(16, 32), (4, 4))
+    assert picture.shape == (4, 4, 3) and picture.min() >= 0 and picture.max() <= 1 and basis.shape == (32, 3)
+    with pytest.raises(dwindle.DwindleError, match="dense network"):
+        figures.components(tiny(torch.float32), images(1, torch.float32), tmp_path / "no.png")

@@ -1,0 +1,131 @@
+"""Training AdaPerceiver: stages, sampling, distillation, freezing, resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import dwindle
+from dwindle.adaperceiver.train import AdaRun, feature_loss
+from dwindle.recipes import ada_tiny_test
+from dwindle.train.recipe import changed
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Three classes that a glance tells apart: bright in red, green or blue."""
+    root, draw = tmp_path_factory.mktemp("ada"), np.random.default_rng(0)
+    for split, count in (("train", 24), ("val", 8)):
+        for c in range(3):
+            (root / split / "rgb"[c]).mkdir(parents=True)
+            for i in range(count):
+                pixels = draw.integers(0, 120, (32, 32, 3))
+                pixels[..., c] += 100
+                Image.fromarray(pixels.astype(np.uint8)).save(root / split / "rgb"[c] / f"{i}.png")
+    return root
+
+
+def run(data, out, *settings, **options) -> AdaRun:
+    return AdaRun(changed(ada_tiny_test(), settings), str(data), out, device="cpu", **options)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    torch.manual_seed(0)
+    vit = timm.create_model("test_vit", num_classes=3, img_size=32)
+    return dwindle.save(dwindle.adapt(vit, dwindle.Static()), tmp_path_factory.mktemp("teacher") / "vit")
+
+
+def test_learns_at_every_setting(data, tmp_path):
+    work = run(data, tmp_path / "run", "epochs=12", "lr=0.004", "augment=none", "batch=6")
+    numbers = list(work.epochs())
+    assert [row["stage"] for row in numbers] == [1.0] * 4 + [2.0] * 4 + [3.0] * 4
+    assert "depths" not in numbers[0] and "depths" in numbers[-1]
+    assert numbers[-1]["top1"] > 90 and numbers[-1]["top1_fewest_tokens"] > 90
+    model = dwindle.load(tmp_path / "run")
+    assert isinstance(model, dwindle.AdaPerceiver) and model.extra["results"]["top1"] == numbers[-1]["top1"]
+    assert (tmp_path / "run" / "README.md").read_text().count("chosen at run time") == 1
+
+
+def test_resume_is_the_same_run(data, tmp_path):
+    list(run(data, tmp_path / "whole", "ema=0.9").epochs())
+    broken = run(data, tmp_path / "parts", "ema=0.9")
+    for _ in zip(range(1), broken.epochs()):
+        pass
+    again = run(data, tmp_path / "parts", "ema=0.9", resume=True)
+    list(again.epochs())
+    one, two = dwindle.load(tmp_path / "whole").state_dict(), dwindle.load(tmp_path / "parts").state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_samples_by_stage(data, tmp_path):
+    work = run(data, tmp_path / "run")
+    for epoch, (widths, sampled) in enumerate([(False, False), (False, True), (True, True)]):
+        work.epoch = epoch
+        w, s = work._sample(6)
+        assert (w is not None, s is not None) == (widths, sampled)
+    assert set(w.tolist()) <= {16, 24, 32} and set(s.tolist()) <= {4, 8, 16} and len(s) == 4
+
+
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+def test_distils(data, teacher, tmp_path, kind):
+    work = run(data, tmp_path / "run", f"teacher={teacher}", f"distill={kind}", "label_weight=0", "epochs=2")
+    numbers = list(work.epochs())
+    assert np.isfinite(numbers[-1]["total"])
+    if kind == "soft":  # nothing to learn from itself
+        x = torch.randn(4, 3, 32, 32)
+        answers = work.teacher(x, layout="masked").logits[None].expand(3, -1, -1)
+        assert float(work.loss(answers, torch.zeros(4, dtype=torch.long), answers[0]).abs().max()) < 1e-5
+
+
+def test_feature_distillation(data, teacher, tmp_path):
+    work = run(data, tmp_path / "run", f"teacher={teacher}", "distill=features", "epochs=4", "lr=0.003")
+    numbers = list(work.epochs())
+    assert numbers[-1]["tokens"] < numbers[0]["tokens"]
+    assert dwindle.load(tmp_path / "run").config["head"] == "mlp"
+    same = torch.randn(2, 3, 4, 8)
+    assert float(feature_loss(same, same[0])[0].abs()) < 1e-6
+    finer = run(data, tmp_path / "next", f"weights={tmp_path / 'run'}", "freeze_backbone=true", "epochs=1")
+    assert torch.equal(finer.model.blocks[0].ffn.fc1.weight, dwindle.load(tmp_path / "run").blocks[0].ffn.fc1.weight)
+
+
+def test_frozen_parts(data, tmp_path):
+    """D.2: the write head, the output token and the classifier learn; nothing else moves."""
+    list(run(data, tmp_path / "first", "epochs=1").epochs())
+    work = run(data, tmp_path / "second", "epochs=1", f"weights={tmp_path / 'first'}", "freeze_backbone=true")
+    before = {name: value.clone() for name, value in work.model.state_dict().items()}
+    list(work.epochs())
+    moved = {name for name, value in work.model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved and all(name.split(".")[0] in ("write", "output", "head") for name in moved)
+
+
+@pytest.mark.parametrize(
+    "setting, said",
+    [
+        ("stages=(1,2)", "three shares"),
+        ("optimizer=sgd", "unknown optimizer"),
+        ("distill=token", "no distillation token"),
+        ("distill=features", "needs a teacher"),
+        ("method.colour=3", "no such setting"),
+        ("model=huge", "unknown preset"),
+        ("weights=nowhere", "unknown checkpoint"),
+        ("teacher=nowhere", "teacher = nowhere"),
+        ("method.tokens=(8,4)", "rise"),
+    ],
+)
+def test_bad_recipes(data, tmp_path, setting, said):
+    with pytest.raises(dwindle.DwindleError, match=f"(?i){said}"):
+        run(data, tmp_path / "run", setting)
+    assert not (tmp_path / "run").exists()
+
+
+def test_given_settings_are_json(data, tmp_path):
+    work = run(data, tmp_path / "run")
+    json.dumps(work.given)
+    assert dataclasses.asdict(work.recipe)["method"] == "AdaPerceiver"
