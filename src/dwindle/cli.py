@@ -463,3 +463,6 @@ def methods() -> None:
         console.print(f"[bold]{row['name']}[/bold]  {_plain(row['paper'])}\n  {_plain(row['about'])}")
         console.print("  " + _plain(", ".join(f"{n}={v}" for n, v in row["settings"].items())) + "\n", style="dim")
     _finish({"methods": rows})
+
+
+from . import cli_ship  # noqa: E402, F401  (export, predict, serve, push register themselves)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import DwindleError
 from .ops.heirs import inherit, inherit_by_product
 from .tokens import Masked, Where
 
@@ -47,11 +46,6 @@ class Flow(Masked):
 
     def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Flow:
         return replace(self, x=call(self.x))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        if self.watching:
-            raise DwindleError("A method that watches attention has no exported form; export a model of another.")
-        return super().attend(q, k, v, **options)
 
     def fast(self, function: Callable) -> Callable:
         return inherit_by_product if function is inherit else function
