@@ -81,3 +81,17 @@ def predict(
         failed = f"; {result['failed']} could not be read, see {result['errors']}" if result["failed"] else ""
         console.print(_plain(f"{result['rows']} predictions in {out}{failed}"))
         _finish(result)
+
+
+@app.command()
+def serve(
+    checkpoint: Annotated[
+        list[str] | None, typer.Argument(help="Checkpoints to serve, the first by default; by itself the demo's.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for the whole network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8000,
+) -> None:
+    """A web page that shows where the compute goes, and an API. $DWINDLE_TOKEN: a bearer token to ask for."""
+    from .serve.run import serve as run
+
+    run(checkpoint or [], host, port, lambda text: console.print(_plain(text)), _finish)
