@@ -152,6 +152,9 @@ def test_commands_and_flags_are_frozen():
         "bench": ["MODEL", "--batch", "--fraction", "--dtype", "--seconds", "--static", "--data", "--device"],
         "view": ["CHECKPOINT", "IMAGES", "--out", "--threshold", "--device"],
         "methods": [],
+        "export": ["CHECKPOINT", "--to", "--out", "--budget", "--seconds"],
+        "predict": ["CHECKPOINT", "--data", "--out", "--batch", "--workers", "--limit", "--device"],
+        "serve": ["CHECKPOINT", "--host", "--port"],
     }
     for name in found:
         done = run(f"{name} --help")

@@ -200,16 +200,17 @@ def _identity(checkpoint: str, data: str) -> str:
 
 
 def open_images(name: str) -> Images:
-    """As `open_data`; a folder that has no classes is just images, without labels."""
+    """As `open_data`; a folder with images of its own is just images, those of its folders too, without labels."""
     folder = Path(name).expanduser()
-    try:
+    if not (folder.is_dir() and any(_is_image(path) for path in folder.iterdir())):
         return open_data(name, "test")
-    except DwindleError:
-        found = [p for p in sorted(folder.rglob("*")) if p.suffix.lower() in EXTENSIONS] if folder.is_dir() else []
-        if not found:
-            raise
+    found = sorted(path for path in folder.rglob("*") if _is_image(path))
     paths = np.array([os.fsencode(p.relative_to(folder)) for p in found])
     return Images(name, partial(_from_file, folder, paths), np.full(len(paths), -1))
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in EXTENSIONS and not path.name.startswith(".")
 
 
 def _name(images: Images, i: int) -> str | None:

@@ -24,7 +24,7 @@ def inherit(x: Tensor, size: Tensor, keys: Tensor, staying: Tensor, leaving: Ten
 def inherit_by_product(
     x: Tensor, size: Tensor, keys: Tensor, staying: Tensor, leaving: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`inherit` with sums as matrix products: for runtimes whose scatter is slow, and rows that fit one (n, n) matrix."""
+    """`inherit` with sums as matrix products, for runtimes whose scatter is slow."""
     keys = F.normalize(keys.to(x.dtype), dim=-1)
     heir = (keys @ keys.transpose(1, 2)).masked_fill(~staying[:, None, :], -torch.inf).argmax(-1)
     weight = size * (leaving & staying.any(-1, keepdim=True))

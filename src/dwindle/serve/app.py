@@ -30,7 +30,11 @@ from .models import Served
 from .schema import ANSWER, BATCH, BATCH_BODY, ERRORS, EXPLAINED, HEALTH, IMAGE_BODY, MODELS, SAMPLES
 
 log = logging.getLogger("dwindle.serve")
-PAGE = {"": ("index.html", "text/html"), "app.js": ("app.js", "text/javascript"), "style.css": ("style.css", "text/css")}
+PAGE = {
+    "": ("index.html", "text/html"),
+    "app.js": ("app.js", "text/javascript"),
+    "style.css": ("style.css", "text/css"),
+}
 
 Budget = Annotated[
     float | None,

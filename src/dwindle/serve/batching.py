@@ -121,7 +121,7 @@ class Batcher:
             first = self.jobs.popleft()
             if first.key is None:
                 return [first]
-            batch, others = [first], []
+            batch, others = [first], list[Job]()
             while self.jobs and len(batch) < self.limits.batch:
                 job = self.jobs.popleft()
                 (batch if job.key == first.key else others).append(job)

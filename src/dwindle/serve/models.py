@@ -20,6 +20,7 @@ from ..train.evaluate import turn
 from .limits import Refused
 
 POINTS = 14  # settings of the dial whose cost is measured at the start
+ROUNDS = 3  # of timing an explained image
 
 
 class Served:
@@ -34,7 +35,6 @@ class Served:
         with torch.inference_mode():
             self.table = _table(model, torch.cat([self.photos, self.photos.flip(-1)]), points)
             self.own_share = float(model.cost(model(self.photos).trace))
-            self.static_ms = min(_timed(lambda: model.vit(self.photos[:1])) for _ in range(5))
 
     @property
     def least(self) -> float | None:
@@ -95,8 +95,12 @@ class Served:
 
     def explain(self, image: Tensor, dial: float | None, top: int = 5) -> dict[str, Any]:
         """An image alone, and what happened to each of its patches."""
-        spent = _timed(lambda: self.run(image[None], [dial]))
         out = self.run(image[None], [dial])
+        with torch.inference_mode():  # turn about, so that both see the same machine
+            rounds = [
+                (_timed(lambda: self.run(image[None], [dial])), _timed(lambda: self.model.vit(image[None])))
+                for _ in range(ROUNDS)
+            ]
         trace = out.trace
         plan = None
         if trace.plans:
@@ -111,8 +115,8 @@ class Served:
             "live": trace.counts[:, 0].tolist(),
             "depths": trace.patches[0].tolist(),
             "plan": plan,
-            "ms": round(spent, 2),
-            "static_ms": round(self.static_ms, 2),
+            "ms": round(min(adaptive for adaptive, _ in rounds), 2),
+            "static_ms": round(min(static for _, static in rounds), 2),
         }
 
     def about(self) -> dict[str, Any]:

@@ -100,7 +100,8 @@ function draw() {
       const values = told.plan.flat().filter((value) => value !== null);
       const mean = values.reduce((sum, value) => sum + value, 0) / Math.max(values.length, 1);
       paint(find(".plan"), told, told.plan, heat);
-      find(".plan-said").textContent = "planned: mean depth " + mean.toFixed(1);
+      const grey = values.length < told.plan.flat().length ? "; grey: halted before a plan" : "";
+      find(".plan-said").textContent = "planned: mean depth " + mean.toFixed(1) + grey;
       find(".plan").setAttribute("aria-label", "The depth " + name + " planned for each patch, mean " + mean.toFixed(1));
     } else {
       find(".planned").remove();
