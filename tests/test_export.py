@@ -80,6 +80,19 @@ def test_onnx(tmp_path):
     assert about["dwindle.method"]["name"] == "AHT" and about["dwindle.preprocess"]["size"] == 32
 
 
+def test_onnx_quantises_to_int8(tmp_path):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason="extra `onnx` is not installed")
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model = build("vit", METHODS["AHT"]())
+    export(model, "onnx", tmp_path / "model.onnx")
+    quantize_dynamic(tmp_path / "model.onnx", tmp_path / "int8.onnx", weight_type=QuantType.QInt8)
+    assert (tmp_path / "int8.onnx").stat().st_size < (tmp_path / "model.onnx").stat().st_size
+    logits, depth = open_onnx(tmp_path / "int8.onnx", threads=1)(images_for(model))
+    assert logits.isfinite().all() and depth.min() >= 1 and depth.float().std() > 0
+
+
 def test_a_graph_that_differs_gets_no_name(tmp_path, monkeypatch):
     model = build("vit", METHODS["AHT"]())
     monkeypatch.setattr(

@@ -189,6 +189,12 @@ def _write_onnx(graph: nn.Module, images: Tensor, path: Path, about: dict[str, s
     made.model.metadata_props.update(about)
     size = sum(p.numel() * p.element_size() for p in graph.parameters())
     made.save(path, external_data=size > EMBEDDED)
+    # The exporter's optimiser transposes weights and leaves their old shapes behind, on which quantisers stumble.
+    import onnx
+
+    held = onnx.load(path, load_external_data=False)
+    del held.graph.value_info[:]
+    onnx.save(held, path)
 
 
 def open_onnx(path: str | os.PathLike, threads: int | None = None) -> Call:
