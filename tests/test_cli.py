@@ -166,6 +166,9 @@ def test_commands_and_flags_are_frozen():
             *("CHECKPOINT", "--data", "--thresholds", "--prices", "--epochs"),
             *("--out", "--batch", "--limit", "--device"),
         ],
+        "export": ["CHECKPOINT", "--to", "--out", "--budget", "--seconds"],
+        "predict": ["CHECKPOINT", "--data", "--out", "--batch", "--workers", "--limit", "--device"],
+        "serve": ["CHECKPOINT", "--host", "--port"],
     }
     for name in found:
         done = run(f"{name} --help")

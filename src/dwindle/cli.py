@@ -534,6 +534,7 @@ def methods() -> None:
     _finish({"methods": rows})
 
 
+from . import cli_ship  # noqa: E402, F401  (export, predict, serve, push register themselves)
 from .adaperceiver.commands import register  # noqa: E402  (it uses the helpers above)
 
 register(app)

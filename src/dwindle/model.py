@@ -44,30 +44,52 @@ class AdaptiveViT(nn.Module):
         self.checks = True  # whether answers are looked at for NaN; on a GPU each look waits for it
         self.backbone.install()
 
-    def forward(self, images: Tensor, layout: str | None = None, depths: Tensor | None = None) -> Output:
+    def forward(
+        self,
+        images: Tensor,
+        layout: str | None = None,
+        depths: Tensor | None = None,
+        dial: Tensor | None = None,
+    ) -> Output:
         """`depths` (B, N) forces who stops when: scores are still computed, only the outcome is replaced.
+
+        dial: (B,) the method's dial for each image, so that images with different budgets share a batch.
 
         layout: 'masked' or 'packed'. None: masked while training, packed in eval; on a GPU, where no gradient is asked
         for, packed by the engine.
         """
         self._check(images)
         layout = layout or self.layout
-        if layout is None and images.is_cuda and not (self.training or torch.is_grad_enabled()):
+        if layout is None and dial is None and images.is_cuda and not (self.training or torch.is_grad_enabled()):
             return self.engine(images, depths)
         layout = layout or ("masked" if self.training else "packed")
         if layout not in LAYOUTS:
             raise unknown("layout", layout, LAYOUTS)
-        out = self.run(images, LAYOUTS[layout].start, depths)
+        out = self.run(images, LAYOUTS[layout].start, depths, dial)
         self.check_logits(out.logits, images)
         return out
 
-    def run(self, images: Tensor, start: Callable[[Tensor, int], Tokens], depths: Tensor | None = None) -> Output:
+    def run(
+        self,
+        images: Tensor,
+        start: Callable[[Tensor, int], Tokens],
+        depths: Tensor | None = None,
+        dial: Tensor | None = None,
+    ) -> Output:
         """The loop, in the layout that `start` begins."""
         shape = self.backbone.shape
         tokens = start(self.backbone.embed(images), shape.prefix)
         tokens.reader, tokens.compiling = self.backbone.readout, self.backbone.compiled
         if depths is not None:
             tokens.notes["forced"] = depths.to(images.device).reshape(tokens.x.shape[:-1])
+        if dial is not None:
+            if not self.method.dial_per_image or dial.shape != images.shape[:1]:
+                raise DwindleError(
+                    f"dial of shape {tuple(dial.shape)} for {len(images)} images: give one number per image, and to a "
+                    f"method that takes them ({type(self.method).__name__} "
+                    f"{'does' if self.method.dial_per_image else 'has one setting for the whole batch'})."
+                )
+            tokens.notes["dial"] = tokens.per_image(dial.to(images.device))
         trace = Trace(tokens.shape, shape.prefix, shape.grid((images.shape[-2], images.shape[-1])), shape.blocks)
 
         tokens = self.method.start(tokens)

@@ -26,6 +26,7 @@ class ACT(Method):
     """
 
     paper = "Adaptive Computation Time for Recurrent Neural Networks, 2016"
+    dial_per_image = True
 
     def __init__(
         self, eps: float = 0.01, tau: float = 1e-3, bias: float = -5.0, threshold: float | None = None
@@ -65,7 +66,7 @@ class ACT(Method):
             halting = torch.sigmoid(wide(self.unit(image_state(tokens, tokens.x))[:, 0]))  # (B,)
             score = tokens.per_image(halting)
         cumulative = tokens.notes["cumulative"] = before + score
-        keep = tokens.decide(depth, cumulative < self.threshold)  # Eq. 4
+        keep = tokens.decide(depth, cumulative < self.dialled(tokens, "threshold"))  # Eq. 4
         return halting_verdict(tokens, before, score, keep & (not last))
 
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:

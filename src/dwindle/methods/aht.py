@@ -100,6 +100,7 @@ class AHT(Method):
     """Planners predict a depth per token, a supervisor of two scalars executes it, a KL term ties them together."""
 
     paper = "AHT-ViT: Adaptive Halting Transformer with Planned Depth Execution"
+    dial_per_image = True
 
     def __init__(
         self,
@@ -249,7 +250,7 @@ class AHT(Method):
         else:
             score = torch.sigmoid(self.gamma * (wide(tap) + self.follow * (layer - plan)) + self.beta)
             total = before + score
-            keep = total < self.threshold
+            keep = total < self.dialled(tokens, "threshold")
             if not self.halt_class:
                 keep = keep | tokens.is_prefix
             keep = tokens.decide(layer - 1, keep)
@@ -274,7 +275,7 @@ class AHT(Method):
             record = {"plan": plan}
         else:
             standing = planner.standing(tokens, x)
-            plan = layer + (blocks - layer) * torch.sigmoid((standing - self.bar) / self.softness)
+            plan = layer + (blocks - layer) * torch.sigmoid((standing - self.dialled(tokens, "bar")) / self.softness)
             record = {"plan": plan, "standing": standing}
         tokens.notes["plan"] = plan
         return record

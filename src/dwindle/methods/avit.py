@@ -23,6 +23,7 @@ class AViT(Method):
     """
 
     paper = "A-ViT: Adaptive Tokens for Efficient Vision Transformer, 2022"
+    dial_per_image = True
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class AViT(Method):
         score = torch.ones_like(feature) if last else torch.sigmoid(self.gamma * feature + self.beta)  # Eq. 5
         before = tokens.notes["cumulative"]
         cumulative = tokens.notes["cumulative"] = before + score
-        keep = cumulative < self.threshold  # Eq. 4
+        keep = cumulative < self.dialled(tokens, "threshold")  # Eq. 4
         if not self.halt_class:
             keep = keep | tokens.is_prefix
         return halting_verdict(tokens, before, score, tokens.decide(depth, keep) & (not last))

@@ -40,6 +40,7 @@ class Method(nn.Module):
     registry: ClassVar[dict[str, type[Method]]] = {}
     paper: ClassVar[str] = ""
     dial: tuple[str, float, float] | None = None  # attribute that sets the cost after training: name, cheapest, dearest
+    dial_per_image: bool = False  # it asks `dialled`, so images of one batch may have each their own
     asks_attention: bool = False  # its losses read the teacher's attention
     progress: float = 1.0  # share of the training done; the training loop sets it, ramps read it
 
@@ -75,6 +76,11 @@ class Method(nn.Module):
 
     def observe(self, cost: Tensor) -> None:
         """After each training batch, with its cost as a share of the static model's: hold a budget."""
+
+    def dialled(self, tokens: Tokens, name: str) -> Any:
+        """The method's setting `name`; on rows where it is the dial and each image was given a value of its own."""
+        given = tokens.notes.get("dial") if self.dial is not None and self.dial[0] == name else None
+        return getattr(self, name) if given is None else given
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         """Multiply-accumulates the method itself adds after block `depth`, for images with that many live tokens."""

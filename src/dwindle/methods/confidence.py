@@ -17,6 +17,7 @@ class Confidence(Method):
     `threshold`."""
 
     paper = "confidence threshold, as compared with in A-ViT, 2022"
+    dial_per_image = True
 
     def __init__(self, threshold: float = 0.9, min_depth: int = 1, supervision: str = "linear") -> None:
         """
@@ -45,7 +46,7 @@ class Confidence(Method):
             return Verdict(tokens.decide(depth, None))
         answer = tokens.read()
         confidence = tokens.per_image(wide(answer).softmax(-1).amax(-1))
-        keep = confidence <= self.threshold
+        keep = confidence <= self.dialled(tokens, "threshold")
         return Verdict(tokens.decide(depth, keep), record={"score": confidence}, exit=answer)
 
     def decides(self, depth: int) -> bool:

@@ -24,6 +24,7 @@ class PonderNet(Method):
     """
 
     paper = "PonderNet: Learning to Ponder, 2021"
+    dial_per_image = True
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class PonderNet(Method):
             feature = wide(image_state(tokens, tokens.x[..., self.neuron, None])[:, 0])
             score = tokens.per_image(torch.sigmoid(self.gamma * feature + self.beta))
             going = tokens.notes["going"] = tokens.notes["going"] * (1 - score)
-            keep = None if self.training else 1 - going < self.threshold
+            keep = None if self.training else 1 - going < self.dialled(tokens, "threshold")
         answer = tokens.read() if self.training else None
         return Verdict(tokens.decide(depth, keep), record={"score": score}, exit=answer)
 

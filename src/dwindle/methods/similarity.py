@@ -23,6 +23,7 @@ class Similarity(Method):
     than `threshold`."""
 
     paper = "similarity gauging, as compared with in A-ViT, 2022"
+    dial_per_image = True
 
     def __init__(
         self, threshold: float = 0.1, kind: str = "mse", min_depth: int = 2, supervision: str = "linear"
@@ -58,7 +59,7 @@ class Similarity(Method):
         # Notes live on rows, where a state is smaller than an answer: the state is kept, and read again.
         answer, earlier = tokens.read(), replace(tokens, x=before).read()
         distance = tokens.per_image(self.distance(wide(answer), wide(earlier)))
-        keep = distance >= self.threshold
+        keep = distance >= self.dialled(tokens, "threshold")
         return Verdict(tokens.decide(depth, keep), record={"score": distance}, exit=answer)
 
     def distance(self, answer: Tensor, earlier: Tensor) -> Tensor:

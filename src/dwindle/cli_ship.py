@@ -1,0 +1,97 @@
+"""The commands that take a model out of the laboratory; cli.py registers them by importing this."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .cli import Checkpoint, Data, Device, _device, _finish, _plain, _progress, _table, app, console
+
+Budget = Annotated[
+    float | None, typer.Option(help="Turn the model to this share of the static cost first (on the shipped photos).")
+]
+
+
+@app.command()
+def export(
+    checkpoint: Checkpoint,
+    to: Annotated[str, typer.Option(help="onnx or torch-export.")],
+    out: Annotated[Path, typer.Option(help="The file to write: .onnx or .pt2.")],
+    budget: Budget = None,
+    seconds: Annotated[float, typer.Option(help="Time against the static model exported alike; 0: not.")] = 0.0,
+) -> None:
+    """Write a model as one graph from which halted tokens are gone; checked against the model before it is named."""
+    from .checkpoint import load
+    from .export import check_images
+    from .export import export as write
+    from .train.evaluate import calibrate
+
+    model = load(checkpoint)
+    if budget is not None:
+        calibrate(model, check_images(model), budget)
+    result = write(model, to, out, seconds=seconds)
+    if rows := result.get("speed"):
+        columns = ["batch", "cost", "static_ms", "adaptive_ms", "speedup", "threads"]
+        _table(f"{checkpoint} as {to} on this CPU", columns, [[row[c] for c in columns] for row in rows])
+    console.print(
+        f"{_plain(str(out))}: {result['bytes'] / 1e6:.1f} MB, logits within {result['difference']:.1g}, "
+        f"{result['decisions']:.2%} of decisions equal"
+    )
+    _finish(result)
+
+
+@app.command()
+def predict(
+    checkpoint: Checkpoint,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="The parquet file to write.")],
+    batch: Annotated[int, typer.Option(help="Images at a time.")] = 64,
+    workers: Annotated[int | None, typer.Option(help="Processes that load images; by itself one per core.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
+    device: Device = None,
+) -> None:
+    """Classify millions of images into one parquet file. A killed run goes on where it was: same command."""
+    import os
+
+    from . import ranks
+    from .predict import predict as run
+
+    world, rank, local = ranks.started(), int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    place = _device(device)
+    if place == "cuda" and world > 1:
+        place = f"cuda:{local}"
+    loading = workers if workers is not None else max((os.cpu_count() or 1) // world, 1)
+    with _progress(rank == 0) as bar:
+        task = bar.add_task("predicting", total=None)
+        result = run(
+            str(checkpoint),
+            data,
+            out,
+            batch=batch,
+            workers=loading,
+            device=place,
+            rank=rank,
+            world=world,
+            limit=limit,
+            progress=lambda part, rows: bar.advance(task, rows),
+        )
+    if rank == 0:
+        failed = f"; {result['failed']} could not be read, see {result['errors']}" if result["failed"] else ""
+        console.print(_plain(f"{result['rows']} predictions in {out}{failed}"))
+        _finish(result)
+
+
+@app.command()
+def serve(
+    checkpoint: Annotated[
+        list[str] | None, typer.Argument(help="Checkpoints to serve, the first by default; by itself the demo's.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for the whole network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8000,
+) -> None:
+    """A web page that shows where the compute goes, and an API. $DWINDLE_TOKEN: a bearer token to ask for."""
+    from .serve.run import serve as run
+
+    run(checkpoint or [], host, port, lambda text: console.print(_plain(text)), _finish)

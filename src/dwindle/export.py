@@ -1,0 +1,235 @@
+"""Models that leave Python: one graph from which halted tokens are gone, as an ONNX file or a torch.export program.
+
+A file is checked against the model it was made from before it gets its name: same decisions, same logits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .bench import milliseconds
+from .errors import DwindleError, unknown
+from .flow import Flow
+from .images import load_image, preprocess_of
+from .model import AdaptiveViT
+
+FORMS = {"onnx": ".onnx", "torch-export": ".pt2"}
+TOLERANCE = 1e-4  # of logits, where the decisions are the same
+OPSET = 20
+EMBEDDED = 1 << 30  # bytes of weights up to which an ONNX file holds them itself; protobuf ends at 2 GiB
+
+Call = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class Graph(nn.Module):
+    """What is exported: images (B, C, height, width) in; logits (B, classes) and depth (B, N) out."""
+
+    def __init__(self, model: AdaptiveViT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.model.run(images, Flow.start)
+        return out.logits, out.trace.depth
+
+
+def export(model: AdaptiveViT, to: str, out: str | os.PathLike, *, seconds: float = 0.0) -> dict[str, Any]:
+    """Write the file and say how it compares: largest difference of logits, share of equal decisions, and speed.
+
+    seconds: time for each batch size's comparison with the static model exported the same way; 0 leaves it out.
+    """
+    if to not in FORMS:
+        raise unknown("form to export to", to, FORMS)
+    path = Path(out)
+    if path.is_dir() or path.suffix != FORMS[to]:
+        raise DwindleError(f"--out {path}: {to} is written to a file that ends in {FORMS[to]}; name one.")
+    model = model.eval().cpu().float()
+    photos = check_images(model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.stem}.draft{path.suffix}")
+    write, open_ = (_write_onnx, open_onnx) if to == "onnx" else (_write_program, open_program)
+    try:
+        write(Graph(model), photos, draft, _about(model))
+        call = open_(draft)
+        result = {"out": str(path), "form": to, **check(model, call, photos)}
+        if to == "onnx":
+            result["opset"] = OPSET
+        if seconds:
+            result["speed"] = _race(model, call, photos, write, open_, draft.with_name(f".static{draft.name}"), seconds)
+        os.replace(draft, path)
+    finally:
+        for left in path.parent.glob(f"*{draft.name}"):
+            left.unlink()
+    return result | {"bytes": path.stat().st_size}
+
+
+def check_images(model: AdaptiveViT) -> Tensor:
+    """The shipped photographs as the model takes them; noise for one that does not take plain colour squares."""
+    shape = model.backbone.shape
+    transform = preprocess_of(model).eval_transform()
+    folder = Path(str(files("dwindle"))) / "assets" / "photos"
+    photos = torch.stack([transform(load_image(path)) for path in sorted(folder.glob("*.jpg"))])
+    if tuple(photos.shape[1:]) == (shape.channels, *shape.image):
+        return photos
+    return torch.randn(len(photos), shape.channels, *shape.image, generator=torch.Generator().manual_seed(0))
+
+
+@torch.inference_mode()
+def check(model: AdaptiveViT, call: Call, images: Tensor) -> dict[str, Any]:
+    """Of a batch and of each image alone. A token on the edge of a decision may fall the other way elsewhere."""
+    wanted = model(images, layout="packed")
+    batches = [images, *images.split(1)]
+    answers = [call(batch) for batch in batches]
+    logits = torch.cat([answer[0] for answer in answers])
+    depth = torch.cat([answer[1] for answer in answers])
+    same = depth == torch.cat([wanted.trace.depth] * 2)
+    gap = (logits - torch.cat([wanted.logits] * 2)).abs().amax(-1)[same.all(-1)]
+    difference = float(gap.max()) if len(gap) else float("nan")
+    agreed = same.float().mean().item()
+    if not difference <= TOLERANCE or agreed < 0.999:
+        raise DwindleError(
+            f"The exported graph differs from the model: logits by {difference:.2g} (up to {TOLERANCE} is rounding), "
+            f"{1 - agreed:.2%} of the tokens decided otherwise; this is a fault of the export, please report it."
+        )
+    return {"difference": difference, "decisions": agreed, "checked": f"batch {len(images)} and each image alone"}
+
+
+def _race(
+    model: AdaptiveViT, call: Call, photos: Tensor, write: Callable, open_: Callable, path: Path, seconds: float
+) -> list[dict[str, Any]]:
+    """The static model, exported the same way, turn about with the adaptive one in one process."""
+    static = model.vit
+    write(static, photos, path, {})
+    plain, rows = open_(path), []
+    for batch in (1, 8):
+        sets = photos[torch.arange(batch * len(photos)) % len(photos)].split(batch)  # every photograph counts alike
+
+        def all_of(run: Call, sets: tuple[Tensor, ...] = sets) -> None:
+            for images in sets:
+                run(images)
+
+        with torch.inference_mode():
+            spent = milliseconds([partial(all_of, plain), partial(all_of, call)], seconds, torch.device("cpu"))
+            share = model.cost(model(photos, layout="packed").trace)
+        rows.append(
+            {
+                "batch": batch,
+                "cost": round(float(share), 4),
+                "static_ms": round(statistics.median(spent[0]) / len(sets), 2),
+                "adaptive_ms": round(statistics.median(spent[1]) / len(sets), 2),
+                "speedup": round(statistics.median(s / a for s, a in zip(*spent)), 3),
+                "rounds": len(spent[0]),
+                "threads": torch.get_num_threads(),
+            }
+        )
+    return rows
+
+
+def _about(model: AdaptiveViT) -> dict[str, str]:
+    """What whoever runs the file needs to know, kept in it."""
+    return {
+        "dwindle.preprocess": json.dumps(preprocess_of(model).to_dict()),
+        "dwindle.method": json.dumps({"name": type(model.method).__name__, "options": model.method.config}),
+        "dwindle.classes": json.dumps(getattr(model, "extra", {}).get("classes")),
+    }
+
+
+def program(graph: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
+    """The graph for any number of images."""
+    with _quiet(), torch.no_grad():
+        try:
+            return torch.export.export(graph, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+        except DwindleError:
+            raise
+        except Exception as error:
+            kind = type(graph.model.method).__name__ if isinstance(graph, Graph) else type(graph).__name__
+            raise DwindleError(
+                f"{kind} cannot be recorded as one graph ({type(error).__name__}: {str(error).splitlines()[0]}); "
+                "export AHT, A-ViT or Static."
+            ) from error
+
+
+def _write_program(graph: nn.Module, images: Tensor, path: Path, about: dict[str, str]) -> None:
+    torch.export.save(program(graph, images), path, extra_files=about)
+
+
+def open_program(path: str | os.PathLike) -> Call:
+    """What a .pt2 file computes."""
+    module: Any = torch.export.load(os.fspath(path)).module()
+    return module
+
+
+def _write_onnx(graph: nn.Module, images: Tensor, path: Path, about: dict[str, str]) -> None:
+    _needs("onnx", "onnxscript", "onnxruntime")
+    names = ["logits", "depth"] if isinstance(graph, Graph) else ["logits"]
+    recorded = program(graph, images)
+    with _quiet(), torch.no_grad():
+        made: Any = torch.onnx.export(
+            recorded,
+            (images,),
+            input_names=["images"],
+            output_names=names,
+            opset_version=OPSET,
+            dynamo=True,
+            verbose=False,
+        )
+    made.model.metadata_props.update(about)
+    size = sum(p.numel() * p.element_size() for p in graph.parameters())
+    made.save(path, external_data=size > EMBEDDED)
+    # The exporter's optimiser transposes weights and leaves their old shapes behind, on which quantisers stumble.
+    import onnx
+
+    held = onnx.load(path, load_external_data=False)
+    del held.graph.value_info[:]
+    onnx.save(held, path)
+
+
+def open_onnx(path: str | os.PathLike, threads: int | None = None) -> Call:
+    """What an ONNX file computes, in onnxruntime, on as many threads as torch uses."""
+    _needs("onnxruntime")
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
+    session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+
+    def call(images: Tensor) -> Any:
+        return tuple(torch.from_numpy(value) for value in session.run(None, {"images": images.numpy()}))
+
+    return call
+
+
+def _needs(*packages: str) -> None:
+    from importlib.util import find_spec
+
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise DwindleError(f"ONNX needs the package {missing[0]}, which is not installed: pip install 'dwindle[onnx]'.")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporters' notes are for their own developers."""
+    loud = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    before = [logger.level for logger in loud]
+    for logger in loud:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loud, before):
+            logger.setLevel(level)

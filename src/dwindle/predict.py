@@ -1,0 +1,276 @@
+"""Answers for a whole data set, streamed into one parquet file.
+
+The rows are cut into parts. A part is written whole or not at all, so a killed run goes on with the first part that is
+missing, and no row is lost or doubled. Of several processes (torchrun) each takes its own parts; nobody waits for
+messages from another, only for its files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from .checkpoint import CONFIG, WEIGHTS, find, load
+from .errors import DwindleError
+from .images import preprocess_of
+from .model import AdaptiveViT
+from .train.data import EXTENSIONS, Images, _from_file, open_data
+
+PART = 2048  # rows; what a kill can cost
+TOP = 5
+
+
+def predict(
+    checkpoint: str,
+    data: str,
+    out: str | os.PathLike,
+    *,
+    batch: int = 64,
+    workers: int = 0,
+    device: str = "cpu",
+    part: int = PART,
+    rank: int = 0,
+    world: int = 1,
+    limit: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Classify every image. Those that cannot be read are listed in `<out>.errors.jsonl`, with the reason."""
+    path = Path(out)
+    if path.is_dir() or path.suffix != ".parquet":
+        raise DwindleError(f"--out {path}: predictions go to a file that ends in .parquet; name one.")
+    if min(batch, part) < 1 or workers < 0:
+        raise DwindleError(f"batch = {batch}, part = {part}, workers = {workers}: give at least 1, 1 and 0.")
+    images = open_images(data)
+    if limit is not None:
+        images = images.select(np.arange(min(limit, len(images))))
+    task = Parts(path, len(images), part, _identity(checkpoint, data))
+    if task.finished():
+        return task.summary() | {"done_before": len(images)}
+    task.begin(rank)
+    missing = [k for k in range(rank, task.count, world) if not task.file(k).exists()]
+    before = sum(len(task.rows(k)) for k in range(rank, task.count, world) if k not in set(missing))
+    model = load(checkpoint).to(device)
+    for k, columns, errors in _answers(model, images, task, missing, batch, workers, device):
+        task.write(k, columns, errors)
+        if progress:
+            progress(k, len(task.rows(k)))
+    if rank == 0:
+        task.join()
+    return task.summary() | {"done_before": before} if rank == 0 else {"out": str(path), "done_before": before}
+
+
+class Parts:
+    """Where the parts lie, and how they become one file."""
+
+    def __init__(self, out: Path, images: int, part: int, identity: str) -> None:
+        self.out, self.images, self.part = out, images, part
+        self.folder = out.with_name(f"{out.name}.parts")
+        self.errors = out.with_name(f"{out.name}.errors.jsonl")
+        self.task = {"images": images, "part": part, "task": identity}
+
+    @property
+    def count(self) -> int:
+        return -(-self.images // self.part)
+
+    def rows(self, k: int) -> range:
+        return range(k * self.part, min((k + 1) * self.part, self.images))
+
+    def file(self, k: int) -> Path:
+        return self.folder / f"{k:08d}.parquet"
+
+    def finished(self) -> bool:
+        import pyarrow.parquet as pq
+
+        if not self.out.exists():
+            return False
+        try:
+            held = json.loads((pq.read_schema(self.out).metadata or {}).get(b"dwindle", b"null"))
+        except (OSError, ValueError):
+            held = None
+        if held != self.task:
+            raise DwindleError(
+                f"{self.out} exists and holds something else than this checkpoint's answers to this data; move it away."
+            )
+        shutil.rmtree(self.folder, ignore_errors=True)  # left by a kill after the parts were joined
+        return True
+
+    def begin(self, rank: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        note = self.folder / "task.json"
+        if note.exists():
+            if json.loads(note.read_text()) != self.task:
+                raise DwindleError(
+                    f"{self.folder} belongs to another checkpoint, other data or another part size; finish that with "
+                    "its own command, or remove the folder."
+                )
+        elif rank == 0:
+            _whole(note, lambda draft: draft.write_text(json.dumps(self.task)))
+
+    def write(self, k: int, columns: dict[str, list], errors: list[dict[str, Any]]) -> None:
+        """The errors first: a part that is there has its errors beside it."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        lines = "".join(json.dumps(error) + "\n" for error in errors)
+        _whole(self.file(k).with_suffix(".jsonl"), lambda draft: draft.write_text(lines))
+        table = pa.table(columns, schema=_schema())
+        _whole(self.file(k), lambda draft: pq.write_table(table, draft))
+
+    def join(self) -> None:
+        """Wait for the other processes' parts, then one file of all, a row group for each."""
+        import pyarrow.parquet as pq
+
+        while not all(self.file(k).exists() for k in range(self.count)):
+            time.sleep(0.5)
+        schema = _schema().with_metadata({"dwindle": json.dumps(self.task)})
+
+        def all_rows(draft: Path) -> None:
+            with pq.ParquetWriter(draft, schema) as writer:
+                for k in range(self.count):
+                    writer.write_table(pq.read_table(self.file(k)).cast(schema))
+
+        def all_errors(draft: Path) -> None:
+            with draft.open("w") as to:
+                for k in range(self.count):
+                    to.write(self.file(k).with_suffix(".jsonl").read_text())
+
+        _whole(self.errors, all_errors)
+        _whole(self.out, all_rows)
+        shutil.rmtree(self.folder)
+
+    def summary(self) -> dict[str, Any]:
+        import pyarrow.parquet as pq
+
+        failed = sum(1 for _ in self.errors.open()) if self.errors.exists() else 0
+        return {
+            "out": str(self.out),
+            "errors": str(self.errors),
+            "images": self.images,
+            "rows": pq.read_metadata(self.out).num_rows,
+            "failed": failed,
+        }
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            ("row", pa.int64()),
+            ("image", pa.string()),
+            ("label", pa.int64()),  # what the data says; null where it says nothing
+            ("prediction", pa.int64()),
+            ("confidence", pa.float32()),
+            ("top5", pa.list_(pa.int64())),
+            ("top5_confidence", pa.list_(pa.float32())),
+            ("depth", pa.float32()),
+            ("gmacs", pa.float32()),
+        ]
+    )
+
+
+def _whole(path: Path, write: Callable[[Path], Any]) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(draft)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _identity(checkpoint: str, data: str) -> str:
+    """Of the model's weights and the data's name: parts of two tasks never meet in one file."""
+    folder, digest = find(checkpoint), hashlib.sha256(data.encode())
+    for name in (CONFIG, WEIGHTS):
+        if (folder / name).is_file():
+            digest.update((folder / name).read_bytes())
+    return digest.hexdigest()
+
+
+def open_images(name: str) -> Images:
+    """As `open_data`; a folder with images of its own is just images, those of its folders too, without labels."""
+    folder = Path(name).expanduser()
+    if not (folder.is_dir() and any(_is_image(path) for path in folder.iterdir())):
+        return open_data(name, "test")
+    found = sorted(path for path in folder.rglob("*") if _is_image(path))
+    paths = np.array([os.fsencode(p.relative_to(folder)) for p in found])
+    return Images(name, partial(_from_file, folder, paths), np.full(len(paths), -1))
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in EXTENSIONS and not path.name.startswith(".")
+
+
+def _name(images: Images, i: int) -> str | None:
+    source = images.source
+    if isinstance(source, partial) and source.func is _from_file:
+        return os.fsdecode(source.args[1][images.rows[i]])
+    return None
+
+
+class _Read(Dataset):
+    """(index, tensor, None), or (index, None, why not)."""
+
+    def __init__(self, images: Images) -> None:
+        self.images = images
+
+    def __getitem__(self, i: int) -> tuple[int, Tensor | None, str | None]:
+        try:
+            return i, self.images[i][0], None
+        except (DwindleError, OSError, MemoryError) as error:
+            return i, None, str(error) or type(error).__name__
+
+
+def _as_it_is(rows: list) -> list:
+    return rows
+
+
+def _answers(
+    model: AdaptiveViT, images: Images, task: Parts, parts: list[int], batch: int, workers: int, device: str
+) -> Iterator[tuple[int, dict[str, list], list[dict[str, Any]]]]:
+    images.transform = preprocess_of(model).eval_transform()
+    pieces = [list(task.rows(k)[i : i + batch]) for k in parts for i in range(0, len(task.rows(k)), batch)]
+    loader = DataLoader(_Read(images), batch_sampler=pieces, num_workers=workers, collate_fn=_as_it_is)
+    columns: dict[str, list] = {name: [] for name in _schema().names}
+    errors: list[dict[str, Any]] = []
+    for rows in loader:
+        good = [(i, x) for i, x, _ in rows if x is not None]
+        errors += [{"row": i, "image": _name(images, i), "reason": why} for i, _, why in rows if why is not None]
+        if good:
+            for name, values in _classify(model, torch.stack([x for _, x in good]).to(device)).items():
+                columns[name] += values
+            numbers = [i for i, _ in good]
+            labels = [int(images.labels[i]) for i in numbers]
+            columns["row"] += numbers
+            columns["image"] += [_name(images, i) for i in numbers]
+            columns["label"] += [None if label < 0 else label for label in labels]
+        k, last = rows[-1][0] // task.part, rows[-1][0]
+        if last == task.rows(k)[-1]:
+            yield k, columns, errors
+            columns, errors = {name: [] for name in columns}, []
+
+
+@torch.inference_mode()
+def _classify(model: AdaptiveViT, x: Tensor) -> dict[str, list]:
+    out = model(x)
+    confidence, best = out.logits.float().softmax(-1).topk(min(TOP, out.logits.shape[-1]))
+    return {
+        "prediction": best[:, 0].tolist(),
+        "confidence": confidence[:, 0].tolist(),
+        "top5": best.tolist(),
+        "top5_confidence": confidence.tolist(),
+        "depth": out.trace.mean_depth.tolist(),
+        "gmacs": (model.macs(out.trace) / 1e9).tolist(),
+    }

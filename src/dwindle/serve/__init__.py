@@ -1,0 +1,1 @@
+"""A model behind HTTP: dynamic batching, a budget per request, and a page that shows where the compute went."""

@@ -1,0 +1,169 @@
+"""Requests that wait together run together. One thread runs the models; everyone else hands it work.
+
+An image's answer is the same alone or in company (the packed layout's law), so who shares a batch is free to choose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DwindleError
+from .limits import Limits, Refused
+from .models import Served
+
+
+@dataclass
+class Job:
+    """An image to classify, or (`call`) anything else to be done in the thread of the models."""
+
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future
+    served: Served | None = None
+    image: Tensor | None = None
+    dial: float | None = None
+    top: int = 5
+    call: Callable[[], Any] | None = None
+    arrived: float = field(default_factory=time.monotonic)
+
+    @property
+    def key(self) -> tuple | None:
+        """Jobs of the same key can share a batch."""
+        if self.served is None or self.image is None:
+            return None
+        return self.served.name, self.served.group(self.dial), tuple(self.image.shape)
+
+    def answer(self, value: Any) -> None:
+        def settle() -> None:
+            if self.future.done():  # its client has gone, or its time is over
+                return
+            if isinstance(value, BaseException):
+                self.future.set_exception(value)
+            else:
+                self.future.set_result(value)
+
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(settle)
+
+
+class Batcher:
+    """A bounded queue and the thread that empties it."""
+
+    def __init__(self, limits: Limits, ran: Callable[[int, float], None] | None = None) -> None:
+        self.limits, self.ran = limits, ran
+        self.jobs: deque[Job] = deque()
+        self.wake = threading.Condition()
+        self.closing = False
+        self.admitted = 0  # images accepted and not yet answered
+        self.thread = threading.Thread(target=self._work, name="dwindle-models", daemon=True)
+        self.thread.start()
+
+    def admit(self, images: int) -> None:
+        """Before anything is decoded. Each image admitted must be `dismiss`ed, whatever becomes of it."""
+        if self.closing:
+            raise Refused(503, "The server is shutting down; ask another one.", retry_after=5)
+        if self.admitted + images > self.limits.waiting:
+            raise Refused(429, f"{self.admitted} images are waiting already; try again shortly.", retry_after=1)
+        self.admitted += images
+
+    def dismiss(self, images: int) -> None:
+        self.admitted -= images
+
+    async def classify(self, served: Served, image: Tensor, dial: float | None, top: int) -> dict[str, Any]:
+        return await self._put(Job(*_waiting(), served, image, dial, top))
+
+    async def alone(self, call: Callable[[], Any]) -> Any:
+        return await self._put(Job(*_waiting(), call=call))
+
+    async def _put(self, job: Job) -> Any:
+        with self.wake:
+            self.jobs.append(job)
+            self.wake.notify()
+        try:
+            return await asyncio.wait_for(job.future, self.limits.seconds)
+        except TimeoutError:
+            raise Refused(
+                504, f"No answer within {self.limits.seconds:g} seconds; the server is busy, try again.", 2
+            ) from None
+
+    def close(self) -> None:
+        """Finish what was accepted, then stop."""
+        with self.wake:
+            self.closing = True
+            self.wake.notify()
+        self.thread.join(self.limits.seconds)
+
+    def _work(self) -> None:
+        while batch := self._next():
+            begin = time.monotonic()
+            self._run(batch)
+            if self.ran:
+                self.ran(len(batch), time.monotonic() - begin)
+
+    def _next(self) -> list[Job]:
+        with self.wake:
+            while not self.jobs and not self.closing:
+                self.wake.wait()
+            if not self.jobs:
+                return []
+            first = self.jobs[0]
+            end = first.arrived + self.limits.linger
+            while len(self.jobs) < self.limits.batch and not self.closing and (left := end - time.monotonic()) > 0:
+                self.wake.wait(left)
+            first = self.jobs.popleft()
+            if first.key is None:
+                return [first]
+            batch, others = [first], list[Job]()
+            while self.jobs and len(batch) < self.limits.batch:
+                job = self.jobs.popleft()
+                (batch if job.key == first.key else others).append(job)
+            self.jobs.extendleft(reversed(others))
+            return batch
+
+    def _run(self, batch: list[Job]) -> None:
+        batch = [job for job in batch if not job.future.done()]
+        if not batch:
+            return
+        try:
+            values = self._values(batch)
+        except Exception as error:
+            if len(batch) == 1:
+                batch[0].answer(_as_refusal(error))
+                return
+            for job in batch:  # somebody spoils it for all: each alone
+                self._run([job])
+            return
+        for job, value in zip(batch, values):
+            job.answer(value)
+
+    @staticmethod
+    def _values(batch: list[Job]) -> list[Any]:
+        first = batch[0]
+        if first.call is not None:
+            return [first.call()]
+        assert first.served is not None
+        images = torch.stack([job.image for job in batch if job.image is not None])
+        out = first.served.run(images, [job.dial for job in batch])
+        answers = first.served.answers(out, max(job.top for job in batch))
+        return [answer | {"top": answer["top"][: job.top]} for answer, job in zip(answers, batch)]
+
+
+def _waiting() -> tuple[asyncio.AbstractEventLoop, asyncio.Future]:
+    loop = asyncio.get_running_loop()
+    return loop, loop.create_future()
+
+
+def _as_refusal(error: Exception) -> Exception:
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, DwindleError):
+        return Refused(422, str(error))
+    return error

@@ -1,0 +1,174 @@
+"""A model as the server runs it: which setting of its dial meets a budget, and what it says of an image."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..demo import class_names
+from ..export import check_images
+from ..images import preprocess_of
+from ..methods import Method
+from ..model import AdaptiveViT, Output, adapt
+from ..train.evaluate import turn
+from .limits import Refused
+
+POINTS = 14  # settings of the dial whose cost is measured at the start
+ROUNDS = 3  # of timing an explained image
+
+
+class Served:
+    def __init__(self, name: str, model: AdaptiveViT, points: int = POINTS) -> None:
+        self.name, self.model = name, model.eval()
+        self.preprocess = preprocess_of(model)
+        self.transform = self.preprocess.eval_transform()
+        self.classes = class_names(model)
+        self.method = type(model.method).__name__
+        self.photos = check_images(model)
+        self.trained = _dial_value(model)
+        with torch.inference_mode():
+            self.table = _table(model, torch.cat([self.photos, self.photos.flip(-1)]), points)
+            self.own_share = float(model.cost(model(self.photos).trace))
+
+    @property
+    def least(self) -> float | None:
+        """The lowest budget, where there is one to set."""
+        return round(self.table[0][0], 3) if self.table else None
+
+    def dial(self, budget: float | None) -> float | None:
+        """The setting at which the photographs cost that share; None: as trained."""
+        if budget is None:
+            return self.trained
+        if not self.table:
+            raise Refused(422, f"budget = {budget:g}: {self.name} ({self.method}) has no dial; leave the budget out.")
+        if not self.table[0][0] - 5e-4 <= budget <= 1:
+            raise Refused(
+                422, f"budget = {budget:g}: {self.name} can be set from {self.least:g} to 1 of its static cost."
+            )
+        for (low, cheap), (high, dear) in zip(self.table, self.table[1:]):
+            if budget <= high:
+                share = (budget - low) / (high - low) if high > low else 1.0
+                return cheap + min(max(share, 0.0), 1.0) * (dear - cheap)
+        return self.table[-1][1]
+
+    def group(self, dial: float | None) -> float | None:
+        """Images of the same group can share a batch: all, if each can have its own setting."""
+        return None if self.model.method.dial_per_image else dial
+
+    @torch.inference_mode()
+    def run(self, images: Tensor, dials: Sequence[float | None]) -> Output:
+        if self.model.method.dial_per_image and self.trained is not None:
+            return self.model(images, dial=torch.tensor(dials, dtype=torch.float32))
+        if self.trained is not None:
+            assert dials[0] is not None
+            turn(self.model, dials[0])
+        return self.model(images)
+
+    def prepare(self, photo: Image.Image) -> Tensor:
+        return self.transform(photo)
+
+    def answers(self, out: Output, top: int = 5) -> list[dict[str, Any]]:
+        """One for each image of a batch."""
+        static = self.model.static_macs(out.trace)
+        macs, depth = self.model.macs(out.trace).tolist(), out.trace.mean_depth.tolist()
+        confidence, best = out.logits.float().softmax(-1).topk(min(top, out.logits.shape[-1]))
+        return [
+            {
+                "model": self.name,
+                "top": [
+                    {"index": i, "label": self.classes[i] if self.classes else str(i), "confidence": round(c, 4)}
+                    for i, c in zip(best[n].tolist(), confidence[n].tolist())
+                ],
+                "depth": round(depth[n], 3),
+                "gmacs": round(macs[n] / 1e9, 4),
+                "gmacs_static": round(static / 1e9, 4),
+                "cost": round(macs[n] / static, 4),
+            }
+            for n in range(len(out.logits))
+        ]
+
+    def explain(self, image: Tensor, dial: float | None, top: int = 5) -> dict[str, Any]:
+        """An image alone, and what happened to each of its patches."""
+        out = self.run(image[None], [dial])
+        with torch.inference_mode():  # turn about, so that both see the same machine
+            rounds = [
+                (_timed(lambda: self.run(image[None], [dial])), _timed(lambda: self.model.vit(image[None])))
+                for _ in range(ROUNDS)
+            ]
+        trace = out.trace
+        plan = None
+        if trace.plans:
+            latest = torch.full(trace.shape, torch.nan)
+            for stage in sorted(trace.plans):
+                latest = torch.where(trace.plans[stage].isnan(), latest, trace.plans[stage])
+            patches = latest[0, trace.prefix :].unflatten(0, trace.grid)
+            plan = [[None if value != value else round(value, 2) for value in row] for row in patches.tolist()]
+        return self.answers(out, top)[0] | {
+            "blocks": trace.blocks,
+            "tokens": trace.shape[1],
+            "live": trace.counts[:, 0].tolist(),
+            "depths": trace.patches[0].tolist(),
+            "plan": plan,
+            "ms": round(min(adaptive for adaptive, _ in rounds), 2),
+            "static_ms": round(min(static for _, static in rounds), 2),
+        }
+
+    def about(self) -> dict[str, Any]:
+        shape = self.model.backbone.shape
+        return {
+            "name": self.name,
+            "method": self.method,
+            "blocks": shape.blocks,
+            "classes": shape.classes,
+            "gmacs_static": round(self.model.static_macs() / 1e9, 4),
+            "budget": round(self.own_share, 3),
+            "least_budget": self.least,
+        }
+
+
+def beside(first: Served, method: Method, name: str) -> Served:
+    """The same weights under another method that needs no training."""
+    model = adapt(copy.deepcopy(first.model).unwrap(), method)
+    model.extra = getattr(first.model, "extra", {})  # type: ignore[assignment]
+    return Served(name, model)
+
+
+def _dial_value(model: AdaptiveViT) -> float | None:
+    return None if model.method.dial is None else float(getattr(model.method, model.method.dial[0]))
+
+
+def _table(model: AdaptiveViT, images: Tensor, points: int) -> list[tuple[float, float]]:
+    """(share of the static cost, dial), rising; denser where the cost changes fast. The dial is left as it was."""
+    if model.method.dial is None:
+        return []
+    _, cheap, dear = model.method.dial
+    own = _dial_value(model)
+    assert own is not None
+
+    def cost(value: float) -> float:
+        turn(model, value)
+        return float(model.cost(model(images).trace))
+
+    found = [(cost(value), value) for value in (cheap, own, dear)]
+    for _ in range(points - 3):
+        i = max(range(len(found) - 1), key=lambda i: found[i + 1][0] - found[i][0])
+        middle = (found[i][1] + found[i + 1][1]) / 2
+        found.insert(i + 1, (cost(middle), middle))
+    turn(model, own)
+    rising = [found[0]]
+    for share, value in found[1:]:
+        if share > rising[-1][0]:
+            rising.append((share, value))
+    return rising
+
+
+def _timed(call: Any) -> float:
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e3

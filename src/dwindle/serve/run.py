@@ -1,0 +1,60 @@
+"""`dwindle serve`: checkpoints in, a listening server out."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..checkpoint import load
+from ..demo import DEMO
+from ..errors import DwindleError
+from ..methods.static import Static
+from ..methods.tome import ToMe
+from .models import Served, beside
+
+
+def served_models(checkpoints: Sequence[str]) -> list[Served]:
+    """The checkpoints; and on the first one's weights the methods that need no training, to lay beside it."""
+    names = list(checkpoints) or [DEMO]
+    short = [name.rstrip("/").rsplit("/", 1)[-1] for name in names]
+    if len(set(short)) < len(short):
+        raise DwindleError(f"Two of the checkpoints {', '.join(names)} have the same name; rename one.")
+    models = [Served(name, load(source)) for name, source in zip(short, names)]
+    return [*models, beside(models[0], ToMe(budget=0.67), "ToMe"), beside(models[0], Static(), "static")]
+
+
+def serve(
+    checkpoints: Sequence[str], host: str, port: int, say: Callable[[str], None], finish: Callable[[dict], None]
+) -> None:
+    try:
+        import uvicorn
+
+        from .app import create_app
+    except ImportError as error:
+        raise DwindleError(
+            f"The server needs the package {error.name}, which is not installed: pip install 'dwindle[serve]'."
+        ) from error
+    token = os.environ.get("DWINDLE_TOKEN") or None
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host, port))  # before the models are loaded: a taken port is known at once
+        except (OSError, OverflowError) as error:
+            raise DwindleError(f"Cannot listen on {host} port {port} ({error}); choose another --port.") from error
+        models = served_models(checkpoints)
+        app = create_app(models, token=token)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            server_header=False,
+            timeout_keep_alive=10,
+            timeout_graceful_shutdown=30,
+            backlog=512,
+        )
+        address = f"http://{host}:{listening.getsockname()[1]}/"
+        say(f"{', '.join(model.name for model in models)} at {address} (Ctrl+C ends)")
+        result: dict[str, Any] = {"address": address, "models": [model.about() for model in models]}
+        finish(result)
+        uvicorn.Server(config).run(sockets=[listening])

@@ -1,0 +1,141 @@
+"""Exported graphs: the layout they record, torch.export programs and ONNX files, each against the model itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import dwindle
+from conftest import BACKBONES, METHODS, build, images_for
+from dwindle.export import Graph, check, export, open_onnx, open_program, program
+from dwindle.flow import Flow
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_recorded_layout_decides_as_the_packed_one(method):
+    model = build("vit", METHODS[method]())
+    images = images_for(model)
+    with torch.no_grad():
+        wanted, flow = model(images, layout="packed"), model.run(images, Flow.start)
+    assert torch.equal(wanted.trace.depth, flow.trace.depth)
+    torch.testing.assert_close(flow.logits, wanted.logits, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(flow.features, wanted.features, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(model.macs(flow.trace), model.macs(wanted.trace))
+
+
+@pytest.mark.parametrize("backbone", ["distilled", "average", "registers", "hf_vit"])
+def test_every_kind_of_backbone(backbone):
+    assert backbone in BACKBONES
+    model = build(backbone, METHODS["AHT_heirs"]())
+    images = images_for(model)
+    with torch.no_grad():
+        wanted, flow = model(images, layout="packed"), model.run(images, Flow.start)
+    assert torch.equal(wanted.trace.depth, flow.trace.depth)
+    torch.testing.assert_close(flow.logits, wanted.logits, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["AHT", "AHT_heirs", "AHT_class", "AViT", "Static"])
+def test_one_program_for_any_number_of_images(method):
+    model = build("vit", METHODS[method]())
+    made = program(Graph(model), images_for(model, 3)).module()
+    for count in (1, 2, 5):
+        told = check(model, made, images_for(model, count))
+        assert told["decisions"] == 1.0 and told["difference"] < 1e-4
+
+
+def test_tokens_are_gone_from_the_program():
+    """A block's products shrink with the live rows: their sizes are symbols, a new one after each decision."""
+    model = build("vit", METHODS["AHT"]())
+    made = program(Graph(model), images_for(model, 3))
+    sizes = {str(n.meta["val"].shape[1]) for n in made.graph.nodes if "linear" in n.name and n.meta["val"].dim() == 3}
+    assert sum(size.startswith("u") for size in sizes) >= 2
+
+
+def test_a_program_on_disk(tmp_path):
+    model = build("vit", METHODS["AHT_heirs"]())
+    told = export(model, "torch-export", tmp_path / "deep" / "model.pt2", seconds=0.01)
+    assert told["decisions"] == 1.0 and [row["batch"] for row in told["speed"]] == [1, 8]
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["model.pt2"]
+    check(model, open_program(tmp_path / "deep" / "model.pt2"), images_for(model))
+
+
+def test_onnx(tmp_path):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason="extra `onnx` is not installed")
+    import onnx
+
+    model = build("vit", METHODS["AHT_heirs"]())
+    told = export(model, "onnx", tmp_path / "model.onnx")
+    assert told["decisions"] == 1.0 and told["difference"] < 1e-4
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+    call = open_onnx(tmp_path / "model.onnx", threads=1)
+    for count in (1, 4):
+        check(model, call, images_for(model, count))
+    held = onnx.load(tmp_path / "model.onnx")
+    onnx.checker.check_model(held)
+    assert "NonZero" in {node.op_type for node in held.graph.node}
+    about = {entry.key: json.loads(entry.value) for entry in held.metadata_props if entry.key.startswith("dwindle.")}
+    assert about["dwindle.method"]["name"] == "AHT" and about["dwindle.preprocess"]["size"] == 32
+
+
+def test_onnx_quantises_to_int8(tmp_path):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason="extra `onnx` is not installed")
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model = build("vit", METHODS["AHT"]())
+    export(model, "onnx", tmp_path / "model.onnx")
+    quantize_dynamic(tmp_path / "model.onnx", tmp_path / "int8.onnx", weight_type=QuantType.QInt8)
+    assert (tmp_path / "int8.onnx").stat().st_size < (tmp_path / "model.onnx").stat().st_size
+    logits, depth = open_onnx(tmp_path / "int8.onnx", threads=1)(images_for(model))
+    assert logits.isfinite().all() and depth.min() >= 1 and depth.float().std() > 0
+
+
+def test_a_graph_that_differs_gets_no_name(tmp_path, monkeypatch):
+    model = build("vit", METHODS["AHT"]())
+    monkeypatch.setattr(
+        "dwindle.export.open_program", lambda path: lambda x: (torch.zeros(len(x), 5), model(x).trace.depth)
+    )
+    with pytest.raises(dwindle.DwindleError, match="differs from the model"):
+        export(model, "torch-export", tmp_path / "model.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_requests(tmp_path):
+    model = build("vit", METHODS["AHT"]())
+    with pytest.raises(dwindle.DwindleError, match="Unknown form"):
+        export(model, "onx", tmp_path / "model.onnx")
+    with pytest.raises(dwindle.DwindleError, match=r"ends in \.onnx"):
+        export(model, "onnx", tmp_path / "model.pt2")
+
+
+def test_each_image_its_own_dial():
+    """A batch of images with different settings: each is treated as if alone."""
+    for name in ("AHT", "AHT_printed", "AViT", "ACT", "PonderNet", "Confidence", "Similarity"):
+        model = build("vit", METHODS[name]())
+        images, (dial, cheap, dear) = images_for(model, 4), model.method.dial
+        own, images[2] = float(getattr(model.method, dial)), images[1]
+        given = torch.tensor([own, cheap, dear, own * 0.9])
+        with torch.no_grad():
+            together = [model(images, layout=layout, dial=given) for layout in ("packed", "masked")]
+            alone = [model(image[None], dial=value[None]) for image, value in zip(images, given)]
+            plain = model(images)
+        depth = torch.cat([one.trace.depth for one in alone])
+        assert all(torch.equal(depth, out.trace.depth) for out in together)
+        assert torch.equal(depth[0], plain.trace.depth[0]) and depth[1].sum() < depth[2].sum()
+        logits = torch.cat([one.logits for one in alone])
+        torch.testing.assert_close(together[0].logits, logits, atol=1e-5, rtol=1e-4)
+    with pytest.raises(dwindle.DwindleError, match="whole batch"):
+        build("vit", METHODS["ToMe"]())(images, dial=given)
+
+
+@pytest.mark.parametrize("method", ["AHT_heirs", "AViT"])
+def test_masked_compiles_without_graph_breaks(method):
+    model = build("vit", METHODS[method]())
+    model.checks = False
+    images = images_for(model)
+    made = torch.compile(lambda x: model(x, layout="masked").logits, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(made(images), model(images, layout="masked").logits, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,61 @@
+"""Pushing to the Hub, against a folder that plays it."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+import dwindle
+from conftest import METHODS, build, images_for
+from dwindle.hub import push_to_hub
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    class Api:
+        def __init__(self, token=None):
+            pass
+
+        def create_repo(self, repo, private, exist_ok):
+            (tmp_path / repo).mkdir(parents=True, exist_ok=True)
+            return f"hub://{repo}"
+
+        def upload_folder(self, repo_id, folder_path, commit_message):
+            shutil.copytree(folder_path, tmp_path / repo_id, dirs_exist_ok=True)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path / name))
+    return tmp_path
+
+
+def test_there_and_back(hub):
+    model = build("vit", METHODS["AHT"]())
+    results = {"top1": 71.5, "top5": 90.25, "gmacs": 0.8, "gmacs_static": 1.25, "images": 1000}
+    model.extra = {"results": results}
+    assert push_to_hub(model, "me/tiny-aht") == "hub://me/tiny-aht"
+    names = sorted(path.name for path in (hub / "me" / "tiny-aht").iterdir())
+    assert names == ["README.md", "config.json", "model.safetensors"]
+    card = (hub / "me" / "tiny-aht" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: dwindle") and "71.50" in card and 'load("me/tiny-aht")' in card
+    back, images = dwindle.load("me/tiny-aht"), images_for(model)
+    with torch.no_grad():
+        torch.testing.assert_close(back(images).logits, model(images).logits)
+
+
+def test_bad_names_and_no_network(hub, monkeypatch):
+    import huggingface_hub
+
+    model = build("vit", METHODS["Static"]())
+    with pytest.raises(dwindle.DwindleError, match="no Hub id"):
+        push_to_hub(model, "nonsense")
+
+    def offline(self, *given, **options):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", offline)
+    with pytest.raises(dwindle.DwindleError, match="could not be written"):
+        push_to_hub(model, "me/model")

@@ -1,0 +1,120 @@
+"""Predictions of a whole data set: every row once, also after a kill, and broken images listed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+import dwindle
+from conftest import METHODS, build
+from dwindle.images import load_image, preprocess_of
+from dwindle.predict import predict
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("predict")
+    (root / "flat" / "deep").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for i in range(23):
+        where = root / "flat" / ("deep" if i % 2 else "") / f"{i:02d}.png"
+        Image.fromarray(rng.integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(where)
+    (root / "flat" / "04.png").write_bytes(b"broken")
+    whole = (root / "flat" / "08.png").read_bytes()
+    (root / "flat" / "08.png").write_bytes(whole[: len(whole) // 2])
+    dwindle.save(build("vit", METHODS["AHT"]()), root / "model")
+    return {"root": root, "flat": root / "flat", "model": root / "model"}
+
+
+def run(places, out, **options):
+    return predict(str(places["model"]), str(places["flat"]), out, **{"batch": 4, "part": 6, **options})
+
+
+def test_every_row_once_and_the_broken_listed(places, tmp_path):
+    told = run(places, tmp_path / "p.parquet")
+    assert (told["images"], told["rows"], told["failed"]) == (23, 21, 2)
+    rows = pq.read_table(told["out"]).to_pylist()
+    errors = [json.loads(line) for line in Path(told["errors"]).read_text().splitlines()]
+    assert sorted([r["row"] for r in rows] + [e["row"] for e in errors]) == list(range(23))
+    assert {e["image"] for e in errors} == {"04.png", "08.png"} and all("decode" in e["reason"] for e in errors)
+    model = dwindle.load(places["model"])
+    for row in rows[::7]:
+        image = preprocess_of(model).eval_transform()(load_image(places["flat"] / row["image"]))
+        with torch.no_grad():
+            out = model(image[None])
+        assert row["prediction"] == int(out.logits.argmax()) and row["label"] is None
+        assert row["gmacs"] == pytest.approx(float(model.macs(out.trace)) / 1e9, rel=1e-4)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["p.parquet", "p.parquet.errors.jsonl"]
+    assert run(places, tmp_path / "p.parquet")["done_before"] == 23
+
+
+def test_a_run_that_ends_early_goes_on(places, tmp_path):
+    class Stop(Exception):
+        pass
+
+    def stop(part: int, rows: int) -> None:
+        if part == 1:
+            raise Stop
+
+    with pytest.raises(Stop):
+        run(places, tmp_path / "p.parquet", progress=stop)
+    assert not (tmp_path / "p.parquet").exists()
+    parts = []
+    told = run(places, tmp_path / "p.parquet", progress=lambda part, rows: parts.append(part))
+    assert parts == [2, 3] and told["done_before"] == 12
+    whole = run(places, tmp_path / "q.parquet")
+    assert pq.read_table(told["out"]).to_pylist() == pq.read_table(whole["out"]).to_pylist()
+
+
+def test_killed_at_any_time(places, tmp_path):
+    """SIGKILL again and again: in the end every row is there once."""
+    out = tmp_path / "p.parquet"
+    code = (
+        "import sys, torch; torch.set_num_threads(1); from dwindle.predict import predict; "
+        "predict(*sys.argv[1:4], batch=1, part=2)"
+    )
+    line = [sys.executable, "-c", code, str(places["model"]), str(places["flat"]), str(out)]
+    parts = out.with_name("p.parquet.parts")
+    for wanted in (1, 4):
+        process = subprocess.Popen(line, stderr=subprocess.DEVNULL)
+        end = time.monotonic() + 60
+        while process.poll() is None and len(list(parts.glob("0*.parquet"))) < wanted and time.monotonic() < end:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    told = run(places, out, batch=1, part=2)
+    assert told["rows"] == 21 and told["failed"] == 2
+    assert len({row["row"] for row in pq.read_table(out).to_pylist()}) == 21
+
+
+def test_processes_share_the_parts(places, tmp_path):
+    out = tmp_path / "p.parquet"
+    second = run(places, out, rank=1, world=2)
+    assert "rows" not in second and not out.exists()
+    told = run(places, out, rank=0, world=2)
+    assert told["rows"] == 21 and pq.read_table(out)["row"].to_pylist() == sorted(pq.read_table(out)["row"].to_pylist())
+
+
+def test_loading_in_other_processes(places, tmp_path):
+    assert run(places, tmp_path / "p.parquet", workers=1)["rows"] == 21
+
+
+def test_bad_requests(places, tmp_path):
+    run(places, tmp_path / "p.parquet")
+    with pytest.raises(dwindle.DwindleError, match="holds something else"):
+        run(places, tmp_path / "p.parquet", part=5)
+    with pytest.raises(dwindle.DwindleError, match=r"ends in \.parquet"):
+        run(places, tmp_path / "p.csv")
+    with pytest.raises(dwindle.DwindleError, match="not found"):
+        predict(str(places["model"]), os.fspath(tmp_path / "nothing" / "here"), tmp_path / "r.parquet")
