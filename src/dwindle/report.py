@@ -74,6 +74,8 @@ def report(
     metrics = [charts.read_metrics(folder) for folder in folders]
     static = next((f for f in folders[1:] if read_config(f)["method"]["name"] == Static.__name__), None)
     model = load(folders[0])
+    if not isinstance(model, AdaptiveViT):
+        raise DwindleError(f"{run} is an AdaPerceiver, whose tokens do not halt; use dwindle grid or policies.")
     rival = load(static) if static else model
     images = open_data(data or _own_data(model, folders[0]), "test")
     images = images if limit is None else first(images, limit)
