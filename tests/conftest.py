@@ -68,7 +68,8 @@ BACKBONES: dict[str, Callable[[], nn.Module]] = {
 METHODS: dict[str, Callable[[], Method]] = {
     "AHT": lambda: dwindle.AHT(stages=(1, 2), gamma=2.0, follow=0.7, budget=0.6),
     "AHT_rest": lambda: dwindle.AHT(stages=(1, 2), gamma=2.0, follow=0.7, budget=0.6, heirs="rest"),
-    "AHT_heirs": lambda: dwindle.AHT(stages=(2, 3), gamma=2.0, follow=0.7, budget=0.6, heirs="nearest"),
+    "AHT_heirs": lambda: dwindle.AHT(stages=(1, 2), gamma=2.0, follow=0.7, budget=0.6, heirs="nearest"),
+    "AHT_late": lambda: dwindle.AHT(stages=(2, 3), gamma=2.0, follow=0.7, budget=0.6, heirs="nearest"),
     "AHT_printed": lambda: dwindle.AHT.as_printed(stages=(1, 3), gamma=2.0, beta=-1.0),
     "AHT_class": lambda: dwindle.AHT.as_printed(stages=(2,), gamma=2.0, beta=-0.5, halt_class=True),
     "AViT": lambda: dwindle.AViT(gamma=1.5, beta=-1.0, target_depth=2),
@@ -102,7 +103,7 @@ OFF: dict[str, Callable[[], Method]] = {
 
 # How many depths tokens stop at, where it may be fewer than 3: images stop whole, or as random weights have it.
 FEWEST = {"Static": 1, "Shallow": 1} | dict.fromkeys(
-    ("ACT", "PonderNet", "Confidence", "Similarity", "Similarity_cosine", "DynamicViT_image"), 2
+    ("AHT_late", "ACT", "PonderNet", "Confidence", "Similarity", "Similarity_cosine", "DynamicViT_image"), 2
 )
 
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
-from dwindle.checkpoint import find, load_vit_weights, shipped
+from dwindle.card import model_card
+from dwindle.checkpoint import find, load_vit_weights, read_config, shipped
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
@@ -150,10 +151,14 @@ def test_names_and_hub_ids(monkeypatch, folder):
     assert asked == {"name": "someone/model", "revision": "v1", "files": ["config.json", "model.safetensors"]}
 
 
-def test_shipped_checkpoint_is_a_real_aht():
-    assert find("aht_deit_tiny_imagenet") == shipped()["aht_deit_tiny_imagenet"]
-    model = dwindle.load("aht_deit_tiny_imagenet")
-    assert isinstance(model.method, dwindle.AHT) and model.backbone.shape.classes == 1000
+@pytest.mark.parametrize(("name", "classes"), [("aht_deit_tiny_imagenet", 1000), ("aht_deit_tiny_cifar100", 100)])
+def test_shipped_checkpoint_is_a_real_aht(name, classes):
+    assert find(name) == shipped()[name]
+    model = dwindle.load(name)
+    assert isinstance(model.method, dwindle.AHT) and model.backbone.shape.classes == classes == len(
+        model.extra["classes"]
+    )
+    assert (find(name) / "README.md").read_text() == model_card(read_config(find(name)), name)
     results = model.extra["results"]
     assert results["gmacs"] / results["gmacs_static"] == pytest.approx(0.67, rel=0.02)
 

@@ -148,9 +148,15 @@ def test_commands_and_flags_are_frozen():
         ],
         "report": ["RUN", "--out", "--data", "--against", "--limit", "--batch", "--device"],
         "search": ["RECIPE", "--data", "--out", "--trials", "--holdout", "--set", "--limit", "--device"],
-        "eval": ["CHECKPOINT", "--data", "--layout", "--threshold", "--batch", "--limit", "--workers", "--device"],
+        "eval": [
+            *("CHECKPOINT", "--data", "--layout", "--threshold", "--tau"),
+            *("--batch", "--limit", "--workers", "--device"),
+        ],
         "bench": ["MODEL", "--batch", "--fraction", "--dtype", "--seconds", "--static", "--data", "--device"],
-        "view": ["CHECKPOINT", "IMAGES", "--out", "--threshold", "--device"],
+        "view": ["CHECKPOINT", "IMAGES", "--out", "--threshold", "--tau", "--device"],
+        "generate": [
+            *("CHECKPOINT", "--prompt", "--length", "--temperature", "--top-k", "--seed", "--tau", "--device"),
+        ],
         "methods": [],
         "grid": [
             *("CHECKPOINT", "--data", "--out", "--between", "--seconds"),

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 
 import dwindle
-from dwindle.compare import Compare, Comparison, Entry, markdown, read_results, summarised, tradeoff
+from dwindle.charts import tradeoff
+from dwindle.compare import Compare, Comparison, Entry, markdown, read_results, summarised
 from dwindle.recipes import tiny_test
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe
@@ -304,7 +305,7 @@ def test_the_table():
 
 
 def test_the_figure_has_a_line_for_each_method(tmp_path):
-    figure = tradeoff(summarised(RESULTS), "tiny")
+    figure = tradeoff(summarised(RESULTS), "tiny", "static")
     (axis,) = figure.axes
     handles, labels = axis.get_legend_handles_labels()
     assert labels == ["static", "A", "B"]

@@ -34,8 +34,9 @@ from dwindle.methods.aht import _moments
 from dwindle.recipes import tiny_test
 from dwindle.train.batches import _compiled_colour
 from dwindle.train.evaluate import evaluate
-from dwindle.train.loop import STATE, Run
+from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe
+from dwindle.train.state import STATE
 from dwindle.train.step import shard
 
 # Processes are forked from one that has imported everything, and used nothing of it yet.

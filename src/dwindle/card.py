@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import read_config
+from .files import write_text
 
 CARD = "README.md"
 
@@ -67,7 +68,4 @@ def model_card(config: dict[str, Any], name: str) -> str:
 def write_card(folder: str | os.PathLike, name: str | None = None) -> Path:
     """Write README.md beside a checkpoint's config."""
     folder = Path(folder)
-    path, scratch = folder / CARD, folder / f".{CARD}"
-    scratch.write_text(model_card(read_config(folder), name or folder.name))
-    os.replace(scratch, path)
-    return path
+    return write_text(folder / CARD, model_card(read_config(folder), name or folder.name))

@@ -309,3 +309,35 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def tradeoff(rows: Sequence[dict[str, Any]], title: str, reference: str) -> Figure:
+    """Accuracy against GMACs, a line per method (AHT-ViT Fig. 3)."""
+    figure = _figure(8.5, 5.5, title)
+    axis = figure.add_subplot()
+    rows = [row for row in rows if row["group"] == "methods"]
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    markers = "osD^vP*X<>hd"
+    for i, name in enumerate(names):
+        points = sorted((row for row in rows if row["name"] == name), key=lambda row: row["gmacs"])
+        main = name.upper().startswith("AHT")
+        style: dict[str, Any] = {"color": "black" if name == "static" else f"C{i % 10}", "marker": markers[i % 12]}
+        axis.errorbar(
+            [p["gmacs"] for p in points],
+            [p["top1"] for p in points],
+            yerr=[p["spread"] or 0.0 for p in points],
+            label=name,
+            linewidth=2.5 if main else 1.2,
+            markersize=8 if main else 5,
+            zorder=3 if main else 2,
+            capsize=3,
+            **style,
+        )
+    for row in rows:
+        if row["name"] == reference:
+            axis.axhline(row["top1"], color="0.6", linestyle=":", linewidth=1)
+    axis.set(xlabel="GMACs per image", ylabel="top-1 (%)")
+    axis.grid(axis="x", color="0.9")
+    _tidy(axis, "mean over seeds; bars: standard deviation")
+    axis.legend(fontsize=9, loc="lower right", frameon=False)
+    return figure

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .adaperceiver import AdaPerceiver
 
 CONFIG, WEIGHTS, FORMAT = "config.json", "model.safetensors", 1
+LANGUAGE = ("charlm", "hf_lm")  # families of language models
 OWN = "adaperceiver"  # the family of networks that are no conversion
 
 
@@ -111,6 +112,10 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
     folder = find(source, revision)
     config = read_config(folder)
     backbone, method = config["backbone"], config["method"]
+    if backbone["family"] in LANGUAGE:
+        from .lm.load import load_lm
+
+        return load_lm(folder, lm=vit)  # type: ignore[return-value]  # an AdaptiveLM: lm/ stands beside the ViTs
     if backbone["family"] == OWN:
         return _own(folder, config)
     if method["name"] not in Method.registry:

@@ -28,6 +28,16 @@ Checkpoint = Annotated[str, typer.Argument(help="A checkpoint folder, a shipped 
 Data = Annotated[
     str, typer.Option(help="cifar100, imagenet, places365, a folder of class folders or parquet files, or a Hub id.")
 ]
+OptionalData = Annotated[
+    str | None,
+    typer.Option(
+        help="cifar100, imagenet, places365, a folder of class folders or parquet files, or a Hub id; for a language "
+        "model shakespeare, enwik8 or a text file."
+    ),
+]
+Tau = Annotated[
+    float | None, typer.Option(help="Of a language model: a token skips a block where its gate says less than this.")
+]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by itself a GPU where there is one.")]
 
 
@@ -81,6 +91,13 @@ def _device(given: str | None) -> str:
     return given
 
 
+def _needed(given: Any, command: str, name: str) -> Any:
+    """Language models bring their own; a vision model must be told."""
+    if not given:
+        raise DwindleError(f"dwindle {command} needs {name} for a vision model; see dwindle {command} --help.")
+    return given
+
+
 def _version(asked: bool) -> None:
     if asked:
         from . import __version__
@@ -131,8 +148,10 @@ def demo(
 @app.command()
 def train(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe: aht_cifar100, avit_cifar100, ...")],
-    data: Data,
-    out: Annotated[Path, typer.Option(help="Folder for checkpoint, metrics and the state to resume from.")],
+    data: OptionalData = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for checkpoint, metrics and the state to resume from.")
+    ] = None,
     eval_data: Annotated[str | None, typer.Option(help="Evaluate on this data instead of --data's test split.")] = None,
     set: Annotated[
         list[str] | None, typer.Option(help="Change a setting: epochs=20, method.budget=0.5. Repeatable.")
@@ -143,9 +162,13 @@ def train(
 ) -> None:
     """Train a recipe. A killed run loses what came after its last save (each epoch): go on with --resume."""
     from . import ranks
+    from .lm import cli as language
     from .train.recipe import changed, find_recipe
 
     settings = changed(find_recipe(recipe)(), set or [])
+    if language.is_recipe(settings):
+        return language.train(recipe, settings, data, out, resume, device, eval_data=eval_data, limit=limit)
+    data, out = _needed(data, "train", "--data"), _needed(out, "train", "--out")
     begin = settings.runner()
     run = begin(settings, data, out, eval_data=eval_data, device=_device(device), resume=resume, limit=limit)
     speaks = ranks.rank() == 0  # of several processes one
@@ -170,9 +193,11 @@ def train(
 
 @app.command()
 def compare(
-    comparison: Annotated[str, typer.Argument(help="Name of a comparison: cifar100_deit_tiny, imagenet_deit_tiny.")],
-    data: Data,
-    out: Annotated[Path, typer.Option(help="Folder for the runs.")],
+    comparison: Annotated[
+        str, typer.Argument(help="Name of a comparison: cifar100_deit_tiny, tsa_shakespeare_compare.")
+    ],
+    data: OptionalData = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the runs.")] = None,
     results: Annotated[Path, typer.Option(help="One JSON per result, the table and the plot go here.")] = Path(
         "benchmarks/results"
     ),
@@ -186,13 +211,18 @@ def compare(
     """Train and evaluate methods under the same conditions. A killed comparison goes on where it was: same command."""
     import dataclasses
 
-    from .compare import Compare, markdown, read_results, summarised, tradeoff
+    from .charts import tradeoff
+    from .compare import Compare, markdown, read_results, summarised
+    from .lm import cli as language
     from .train.recipe import changed, find_comparison
     from .view import save_figure
 
     plan = find_comparison(comparison)()
     plan = dataclasses.replace(plan, base=changed(plan.base, set or []))
     names = [name.strip() for name in only.split(",")] if only else None
+    if language.is_recipe(plan.base):
+        return language.compare(comparison, plan, data, out, results, names, until, device, eval_data, limit)
+    data, out = _needed(data, "compare", "--data"), _needed(out, "compare", "--out")
     with _progress() as bar:
         tasks: dict[str, Any] = {}
 
@@ -304,11 +334,12 @@ def search(
 @app.command(name="eval")
 def evaluate(
     checkpoint: Checkpoint,
-    data: Data,
+    data: OptionalData = None,
     layout: Annotated[str, typer.Option(help="packed (halted tokens are not computed) or masked.")] = "packed",
     threshold: Annotated[
         float | None, typer.Option(help="Turn the halting threshold; of AHT and A-ViT, higher costs more.")
     ] = None,
+    tau: Tau = None,
     batch: Annotated[int, typer.Option(help="Images at a time.")] = 64,
     limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
     workers: Annotated[int, typer.Option(help="Processes that load images.")] = 2,
@@ -316,6 +347,7 @@ def evaluate(
 ) -> None:
     """Accuracy, cost and speed of a checkpoint on a data set."""
     from .images import preprocess_of
+    from .lm import cli as language
     from .methods.base import require
     from .tokens import LAYOUTS
     from .train.batches import loader
@@ -327,6 +359,9 @@ def evaluate(
         raise unknown("layout", layout, LAYOUTS)
     require(batch >= 1, f"--batch {batch}", "it must be at least 1")
     require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
+    if language.is_checkpoint(checkpoint):
+        return language.evaluate(checkpoint, data, layout, threshold, tau, batch, limit, device)
+    data = _needed(data, "eval", "--data")
     model = _adaptive(checkpoint)
     if threshold is not None:
         _turn_threshold(model, threshold)
@@ -389,10 +424,13 @@ def bench(
     """Time static against adaptive, turn about in one process; on a GPU against the best of static's variants."""
     from .bench import DTYPES, model_to_bench, some_photos
     from .bench import bench as time_it
+    from .lm import cli as language
 
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     batches, fractions = _numbers("--batch", batch, int), _numbers("--fraction", fraction, float)
+    if language.is_checkpoint(model):
+        return language.bench(model, batches, fractions, dtype, seconds, device)
     place, adapted = _device(device), model_to_bench(model)
     known = ("eager", "graph", "compile") if place.startswith("cuda") else ("eager",)
     variants = known if static is None else tuple(static.split(","))
@@ -438,16 +476,21 @@ def _numbers(option: str, text: str, kind: Any) -> list[Any]:
 @app.command()
 def view(
     checkpoint: Checkpoint,
-    images: Annotated[list[Path], typer.Argument(help="Image files.")],
+    images: Annotated[list[Path] | None, typer.Argument(help="Image files; text files for a language model.")] = None,
     out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("dwindle-view"),
     threshold: Annotated[
         float | None, typer.Option(help="Turn the halting threshold; of AHT and A-ViT, higher costs more.")
     ] = None,
+    tau: Tau = None,
     device: Device = None,
 ) -> None:
     """Draw for each image which patches were computed how far, the plan beside the execution, and the exits."""
     from .demo import look
+    from .lm import cli as language
 
+    if language.is_checkpoint(checkpoint):
+        return language.view(checkpoint, images, out, threshold, tau, device)
+    images = _needed(images, "view", "images")
     model = _adaptive(checkpoint)
     if threshold is not None:
         _turn_threshold(model, threshold)
@@ -455,6 +498,23 @@ def view(
     columns = ["image", "label", "confidence", "depth", "gmacs"]
     _table(checkpoint, columns, [[row[c] for c in columns] for row in result["images"]])
     _finish(result)
+
+
+@app.command()
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "\n",
+    length: Annotated[int, typer.Option(help="Characters to write.")] = 500,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest character.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Only among the K likeliest characters.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same text every time.")] = None,
+    tau: Tau = None,
+    device: Device = None,
+) -> None:
+    """Write text with a language model, skipping blocks token by token."""
+    from .lm import cli as language
+
+    language.generate(checkpoint, prompt, length, temperature, top_k, seed, tau, device)
 
 
 @app.command()

@@ -25,14 +25,16 @@ from . import ranks
 from .card import write_card
 from .checkpoint import load, save
 from .errors import DwindleError, unknown
+from .files import write_text
 from .methods import Method
 from .model import AdaptiveViT, adapt
 from .train.evaluate import calibrate
-from .train.loop import STATE, Run
+from .train.loop import Run
 from .train.recipe import Recipe
+from .train.state import STATE
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 STATIC = "static"
 # Settings that say where and how often, not what: two results may differ in them and still be comparable.
@@ -269,9 +271,7 @@ class Compare:
             "taught": run.recipe.teacher is not None,
             "machine": _machine(run.device),
         }
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(result, indent=1) + "\n")
-        os.replace(scratch, path)
+        write_text(path, json.dumps(result, indent=1) + "\n")
         return packed
 
 
@@ -348,37 +348,3 @@ def markdown(rows: Sequence[dict[str, Any]], reference: str = STATIC) -> str:
             f"{row['top1']:.2f}{spread} | {gap} | {row['seeds']} | {row['images_per_s']:,} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def tradeoff(rows: Sequence[dict[str, Any]], title: str, reference: str = STATIC) -> Figure:
-    """Accuracy against GMACs, a line per method (AHT-ViT Fig. 3)."""
-    from .view import _figure, _tidy
-
-    figure = _figure(8.5, 5.5, title)
-    axis = figure.add_subplot()
-    rows = [row for row in rows if row["group"] == "methods"]
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    markers = "osD^vP*X<>hd"
-    for i, name in enumerate(names):
-        points = sorted((row for row in rows if row["name"] == name), key=lambda row: row["gmacs"])
-        main = name.upper().startswith("AHT")
-        style: dict[str, Any] = {"color": "black" if name == STATIC else f"C{i % 10}", "marker": markers[i % 12]}
-        axis.errorbar(
-            [p["gmacs"] for p in points],
-            [p["top1"] for p in points],
-            yerr=[p["spread"] or 0.0 for p in points],
-            label=name,
-            linewidth=2.5 if main else 1.2,
-            markersize=8 if main else 5,
-            zorder=3 if main else 2,
-            capsize=3,
-            **style,
-        )
-    for row in rows:
-        if row["name"] == reference:
-            axis.axhline(row["top1"], color="0.6", linestyle=":", linewidth=1)
-    axis.set(xlabel="GMACs per image", ylabel="top-1 (%)")
-    axis.grid(axis="x", color="0.9")
-    _tidy(axis, "mean over seeds; bars: standard deviation")
-    axis.legend(fontsize=9, loc="lower right", frameon=False)
-    return figure

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from . import charts
 from .checkpoint import find, load, read_config
 from .demo import class_names
 from .errors import DwindleError
+from .files import write_text
 from .gauge import (
     TURNED_IMAGES,
     Baseline,
@@ -34,6 +34,7 @@ from .gauge import (
     turn_dial,
 )
 from .images import preprocess_of
+from .lm.load import is_language
 from .methods.base import require
 from .methods.static import Static
 from .model import AdaptiveViT
@@ -73,6 +74,8 @@ def report(
     folders = [find(source) for source in (run, *others)]
     metrics = [charts.read_metrics(folder) for folder in folders]
     static = next((f for f in folders[1:] if read_config(f)["method"]["name"] == Static.__name__), None)
+    if any(is_language(read_config(folder)) for folder in folders):
+        raise DwindleError("dwindle report explains vision models; look at a language model with dwindle view.")
     model = load(folders[0])
     if not isinstance(model, AdaptiveViT):
         raise DwindleError(f"{run} is an AdaPerceiver, whose tokens do not halt; use dwindle grid or policies.")
@@ -323,12 +326,7 @@ class Page:
             footer="Made by dwindle report, from traces alone. GMACs count linear layers, attention and the method.",
         )
         self.out.mkdir(parents=True, exist_ok=True)
-        path, draft = self.out / "index.html", self.out / f".{uuid4().hex}.tmp"
-        try:
-            draft.write_text(html, encoding="utf-8")
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+        path = write_text(self.out / "index.html", html)
         left = {"left_out": self.left_out}
         return {"run": run, "data": data, "page": str(path), "figures": self.figures, **numbers, **self.numbers, **left}
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .ops.attention import attend_gated, attend_masked, attend_packed, looked_at, looked_at_packed
+from .ops.heirs import inherit, inherit_rows
 from .ops.rows import Rows
 
 
@@ -96,18 +97,22 @@ class Tokens:
         """0, 1, 2... in its image for the live row of the highest score, the next... Of equals the first is first."""
         raise NotImplementedError
 
-    def pad(self, rows: Tensor, live_first: bool = True) -> Tensor:
+    def pad(self, rows: Tensor) -> Tensor:
         """(B, n, ...): the live rows of each image one after the other, for what compares them; then what `padding`
-        says is none. live_first=False: in order too, but with others in between; cheaper where it does not matter."""
+        says is none."""
         raise NotImplementedError
 
-    def unpad(self, padded: Tensor, live_first: bool = True) -> Tensor:
+    def unpad(self, padded: Tensor) -> Tensor:
         """Back to rows."""
         raise NotImplementedError
 
-    def fast(self, function: Callable) -> Callable:
-        """The function, compiled where the blocks are."""
-        return _compiled(function) if self.compiling else function
+    def inherit(self, size: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
+        """States and sizes of the rows after every leaving one has joined the staying one with the most alike key."""
+        raise NotImplementedError
+
+    def surely_none(self, marked: Tensor) -> bool:
+        """No row is marked, and that is known without waiting for a GPU."""
+        return False
 
     @property
     def padding(self) -> Tensor:
@@ -231,11 +236,16 @@ class Masked(Tokens):
         order = score.masked_fill(~self.live, -torch.inf).argsort(dim=-1, descending=True, stable=True)
         return order.argsort(-1)
 
-    def pad(self, rows: Tensor, live_first: bool = True) -> Tensor:
-        return _reorder(rows, self._live_first) if live_first else rows
+    def pad(self, rows: Tensor) -> Tensor:
+        return _reorder(rows, self._live_first)
 
-    def unpad(self, padded: Tensor, live_first: bool = True) -> Tensor:
-        return _reorder(padded, self._live_first.argsort(-1)) if live_first else padded
+    def unpad(self, padded: Tensor) -> Tensor:
+        return _reorder(padded, self._live_first.argsort(-1))
+
+    def inherit(self, size: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        join = _compiled(inherit) if self.compiling else inherit
+        return join(wide(self.x), size, self.keys.detach(), staying, leaving)
 
     @property
     def _live_first(self) -> Tensor:
@@ -335,12 +345,23 @@ class Packed(Tokens):
         """(T,) where each row sits in a padded (B * n) list."""
         return self.image * max(self.lengths) + self._within
 
-    def pad(self, rows: Tensor, live_first: bool = True) -> Tensor:
+    def inherit(self, size: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        rows = (wide(self.x), size, self.keys.detach(), staying, leaving)
+        if not self.x.is_cuda:
+            return inherit_rows(*rows, self.lengths)
+        mean, total = inherit(*(self.pad(row) for row in rows))
+        return self.unpad(mean), self.unpad(total)
+
+    def surely_none(self, marked: Tensor) -> bool:
+        return not marked.is_cuda and not bool(marked.any())
+
+    def pad(self, rows: Tensor) -> Tensor:
         images, longest = self.shape[0], max(self.lengths)
         flat = rows.new_zeros(images * longest, *rows.shape[1:]).index_copy(0, self._slot, rows)
         return flat.unflatten(0, (images, longest))
 
-    def unpad(self, padded: Tensor, live_first: bool = True) -> Tensor:
+    def unpad(self, padded: Tensor) -> Tensor:
         return padded.flatten(0, 1).index_select(0, self._slot)
 
     @property
@@ -393,6 +414,11 @@ class Packed(Tokens):
 @cache
 def _compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least float32: scores are added up and compared, which half precision is too coarse for."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _reorder(values: Tensor, order_BN: Tensor) -> Tensor:

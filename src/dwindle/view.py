@@ -7,19 +7,18 @@ imported where it is used: `import dwindle.view` costs nothing.
 from __future__ import annotations
 
 import math
-import os
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
 from .errors import DwindleError
+from .files import draft
 from .trace import Trace
 
 if TYPE_CHECKING:
@@ -185,12 +184,8 @@ def _stems(names: Sequence[str]) -> list[str]:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    draft = path.with_name(f".{uuid4().hex}.tmp")  # whoever watches the folder never meets half a picture
-    try:
-        figure.savefig(draft, format="png")
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with draft(path) as scratch:  # whoever watches the folder never meets half a picture
+        figure.savefig(scratch, format="png")
     return path
 
 

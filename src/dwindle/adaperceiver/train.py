@@ -29,6 +29,7 @@ from ..train.batches import CROP_PCT, mix, seeded
 from ..train.data import check_labels, open_data
 from ..train.data import limit as first
 from ..train.loop import Run, _seed
+from ..train.state import claim_folder
 from ..train.step import WORTH_COMPILING, _mixup
 from .grid import grid
 from .model import AdaPerceiver, Answers
@@ -63,7 +64,7 @@ class AdaRun(Run):
         recipe.check()
         if ranks.started() > 1:
             raise DwindleError(f"AdaPerceiver trains in one process, not {ranks.started()}; start it without torchrun.")
-        self._claim_folder(resume)
+        claim_folder(self.out, resume)
         self._open(limit)
         _seed(recipe.seed)
         self.teacher = self._taught_by()

@@ -7,6 +7,7 @@ that asks the host) or does not pay (measured once for each size) runs as the ea
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 Path = Callable[[Tensor, "Tensor | None"], "Output"]
 log = logging.getLogger("dwindle")
-GRAPHS = 8  # kept at once, the latest used; each holds the buffers of its batch
+GRAPHS = 8  # kept at once, the latest used
 
 
 class Engine:
@@ -41,6 +42,8 @@ class Engine:
         self._ready: dict[nn.Module, Ready] = {}
         self._modules: list[nn.Module] = []
         self._folded: tuple = ()
+        self._pool: Any = None
+        self._turn = threading.Lock()
         self.chosen: dict[tuple, str] = {}  # what was measured, for those who ask
 
     def __reduce__(self) -> tuple:
@@ -99,7 +102,8 @@ class Engine:
             log.info("engine: no Triton here; %s runs eager, packed", size)
             return eager
         try:
-            recorded = Recording(self.model, self._ready, images, depths)
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            recorded = Recording(self.model, self._ready, images, depths, self._pool, self._turn)
         except RuntimeError as error:  # torch's errors of capturing derive from it
             method, reason = type(self.model.method).__name__, str(error).splitlines()[0]
             log.warning("engine: %s cannot be recorded (%s); %s runs eager, packed", method, reason, size)
@@ -131,8 +135,16 @@ class Recording:
     """One forward pass as a CUDA graph: inputs are copied in, results copied out."""
 
     def __init__(
-        self, model: AdaptiveViT, ready: dict[nn.Module, Ready], images: Tensor, depths: Tensor | None
+        self,
+        model: AdaptiveViT,
+        ready: dict[nn.Module, Ready],
+        images: Tensor,
+        depths: Tensor | None,
+        pool: Any,
+        turn: threading.Lock,
     ) -> None:
+        """pool, turn: memory that all recordings of a model work in, one at a time."""
+        self.turn = turn
         self.images = images.clone()
         self.depths = None if depths is None else depths.to(images.device).clone()
         start = partial(Live.begin, ready=ready)
@@ -157,10 +169,14 @@ class Recording:
                 forward()
         torch.cuda.current_stream().wait_stream(aside)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=pool):
             forward()
 
     def __call__(self, images: Tensor, depths: Tensor | None = None) -> Output:
+        with self.turn:
+            return self._replayed(images, depths)
+
+    def _replayed(self, images: Tensor, depths: Tensor | None) -> Output:
         self.images.copy_(images)
         if self.depths is not None and depths is not None:
             self.depths.copy_(depths.view_as(self.depths))

@@ -15,7 +15,6 @@ from .. import ranks
 from ..backbones.base import Shape
 from ..cost import budget_share
 from ..errors import unknown
-from ..ops.heirs import inherit
 from ..ops.planner import Plan, halt, image_mean
 from ..ops.planner import plan as plan_rows
 from ..tokens import Tokens
@@ -299,11 +298,12 @@ class AHT(Method):
 
     def _bequeath(self, tokens: Tokens, keep: Tensor) -> None:
         """Those who halt join the most alike patch that goes on; where none does they are gone."""
-        assert tokens.keys is not None
-        size, patch = tokens.notes["standing_for"], tokens.counted & ~tokens.is_prefix
-        rows = (wide(tokens.x), size, tokens.keys.detach(), patch & keep, patch & ~keep)
-        mean, total = tokens.fast(inherit)(*(tokens.pad(row, live_first=False) for row in rows))
-        self._replace(tokens, patch & keep, tokens.unpad(mean, live_first=False), tokens.unpad(total, live_first=False))
+        patch = tokens.counted & ~tokens.is_prefix
+        leaving = patch & ~keep
+        if not tokens.surely_none(leaving):
+            staying = patch & keep
+            mean, total = tokens.inherit(tokens.notes["standing_for"], staying, leaving)
+            self._replace(tokens, staying, mean, total)
 
     def _replace(self, tokens: Tokens, who: Tensor, mean: Tensor, size: Tensor) -> None:
         tokens.x = torch.where(who[..., None], mean.to(tokens.x.dtype), tokens.x)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..backbones.base import Shape
 from ..errors import DwindleError
 from ..tokens import Tokens
+from ..tokens import wide as wide
 from ..trace import Trace
 
 if TYPE_CHECKING:
@@ -81,22 +82,21 @@ class Method(nn.Module):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Constructor arguments as they stand now, as JSON."""
-        return {name: _plain(getattr(self, name)) for name in inspect.signature(type(self)).parameters}
+        return settings(self)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.config.items())
+
+
+def settings(owner: nn.Module) -> dict[str, Any]:
+    """Constructor arguments as they stand now, as JSON."""
+    return {name: _plain(getattr(owner, name)) for name in inspect.signature(type(owner)).parameters}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return round(value.item(), 7)
     return list(value) if isinstance(value, tuple) else value
-
-
-def wide(x: Tensor) -> Tensor:
-    """At least float32: scores are added up and compared, which half precision is too coarse for."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def require(condition: bool, given: str, expected: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import dataclasses
 import importlib.util
 import json
@@ -35,10 +34,10 @@ from .data import Images, check_labels, open_data
 from .data import limit as first
 from .evaluate import calibrate, evaluate
 from .recipe import Recipe
+from .state import claim_folder, random_state, read_state, restore_random, write_metrics, write_state
 from .step import WORTH_COMPILING, Step, full_state, load_full_state, shard
 
 log = logging.getLogger("dwindle")
-STATE = "state.pt"
 LARGE = 10_000  # training images; fewer are learnt by heart
 
 
@@ -66,7 +65,7 @@ class Run:
         self.given = dataclasses.asdict(recipe) | {"data": data, "eval_data": eval_data, "limit": limit}
         self.device = torch.device(ranks.join(device) or ("cuda" if torch.cuda.is_available() else "cpu"))
         recipe.check()
-        self._claim_folder(resume)
+        claim_folder(self.out, resume)
         self.train_images = train_images or open_data(data, "train")
         self.eval_images = eval_images or open_data(eval_data or data, "test")
         if limit is not None:
@@ -116,16 +115,6 @@ class Run:
         images = self.recipe.epochs * self.steps_per_epoch * self.batch
         able = self.device.type == "cuda" and not self.sharded and importlib.util.find_spec("triton") is not None
         return able and images >= WORTH_COMPILING
-
-    def _claim_folder(self, resume: bool) -> None:
-        if self.out.is_file():
-            raise DwindleError(f"{self.out} is a file; --out is a folder.")
-        if not resume and (self.out / STATE).exists():
-            raise DwindleError(f"{self.out} holds a run already; go on with --resume, or choose another --out.")
-        if resume and not (self.out / STATE).exists():
-            raise DwindleError(f"{self.out} holds no run to resume; leave --resume out to start one.")
-        if any(parent.is_file() for parent in self.out.parents):
-            raise DwindleError(f"{self.out} cannot be a folder, a part of it is a file; choose another --out.")
 
     def _teacher(self, vit: nn.Module, method: Method) -> AdaptiveViT | None:
         """The backbone as it is now, or a checkpoint's; with nothing halted either way."""
@@ -325,12 +314,12 @@ class Run:
         }
         weights = full_state(self.model) if self.sharded else self.model.state_dict()
         moments = full_state(self.model, self.optimizer) if self.sharded else self.optimizer.state_dict()
-        randoms = ranks.gathered(self._random_state())
+        randoms = ranks.gathered(random_state(self.device))
         if ranks.rank():
             return ranks.wait()
         save(self.best_model, self.out, extra=extra, weights=weights if self.sharded else None)
         write_card(self.out)
-        self._write_metrics()
+        self.noted = write_metrics(self.out, self.history, self.noted)
         state = {
             "epoch": self.epoch,
             "step": self.step,
@@ -341,28 +330,11 @@ class Run:
             "given": json.dumps(self.given),
             "random": randoms,
         }
-        scratch = self.out / f".{STATE}"
-        torch.save(state, scratch)
-        os.replace(scratch, self.out / STATE)
+        write_state(self.out, state)
         ranks.wait()
 
-    def _random_state(self) -> dict[str, Tensor | None]:
-        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        return {"torch": torch.get_rng_state(), "cuda": cuda}
-
     def _restore(self) -> None:
-        path = self.out / STATE
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise DwindleError(
-                f"{path} cannot be read ({type(error).__name__}): it is damaged; start again with another --out."
-            ) from error
-        mine = json.dumps(self.given)
-        if state["given"] != mine:
-            old, new = json.loads(state["given"]), json.loads(mine)
-            differing = ", ".join(f"{k}={old.get(k)} (now {new.get(k)})" for k in new if old.get(k) != new.get(k))
-            raise DwindleError(f"{self.out} was started with other settings: {differing}; resume with the same ones.")
+        state = read_state(self.out, self.given)
         self.epoch, self.step, self.history = state["epoch"], state["step"], state["history"]
         self.noted = len(self.history)
         randoms = state["random"]
@@ -382,28 +354,7 @@ class Run:
         if not self.sharded:
             self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.step_update(self.step)
-        random_state = randoms[ranks.rank()]
-        torch.set_rng_state(random_state["torch"])
-        if random_state["cuda"] is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(random_state["cuda"], self.device)
-
-    def _write_metrics(self) -> None:
-        names = list(dict.fromkeys(name for row in self.history for name in row))
-        scratch = self.out / ".metrics.csv"
-        with scratch.open("w", newline="") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(self.history)
-        os.replace(scratch, self.out / "metrics.csv")
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            return
-        with SummaryWriter(str(self.out / "tensorboard")) as board:
-            for row in self.history[self.noted :]:
-                for name, value in row.items():
-                    board.add_scalar(name, value, int(row["epoch"]))
-        self.noted = len(self.history)
+        restore_random(randoms[ranks.rank()], self.device)
 
 
 def _preprocess(vit: nn.Module, images: Images) -> Preprocess:

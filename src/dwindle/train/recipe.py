@@ -106,7 +106,7 @@ class Recipe:
             raise DwindleError(f"{self.method}({given}) has a setting of the wrong type ({error}).") from error
 
 
-def changed(recipe: Recipe, settings: Iterable[str]) -> Recipe:
+def changed(recipe: Any, settings: Iterable[str]) -> Any:
     """The recipe with `key=value` settings applied; `method.key=value` goes to the method."""
     fields = {f.name for f in dataclasses.fields(recipe)}
     for setting in settings:
@@ -150,9 +150,12 @@ def find_comparison(name: str) -> Callable[[], Any]:
 
 def _find(name: str, kind: str, returns: str) -> Callable[[], Any]:
     from .. import recipes
+    from ..lm import recipes as language
 
-    public = {n: f for n, f in vars(recipes).items() if inspect.isfunction(f) and not n.startswith("_")}
-    known = {n: f for n, f in public.items() if f.__annotations__["return"] is getattr(recipes, returns)}
+    everything = {**vars(recipes), **vars(language)}
+    kinds = getattr(recipes, returns), getattr(language, f"LM{returns}")
+    public = {n: f for n, f in everything.items() if inspect.isfunction(f) and not n.startswith("_")}
+    known = {n: f for n, f in public.items() if f.__annotations__["return"] in kinds}
     if name not in known:
         raise unknown(kind, name, known)
     return known[name]

@@ -24,8 +24,9 @@ from ..methods import Method
 from .batches import mix
 from .data import Images, hold_out, open_data
 from .data import limit as draw
-from .loop import STATE, Run
+from .loop import Run
 from .recipe import Recipe, changed
+from .state import STATE
 
 if TYPE_CHECKING:
     import optuna

@@ -1,0 +1,26 @@
+"""Files that appear whole or not at all, also when the process is killed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+
+@contextmanager
+def draft(path: Path) -> Iterator[Path]:
+    """A place to write to, which takes the place of `path` once it is written."""
+    scratch = path.with_name(f".{uuid4().hex}.tmp")
+    try:
+        yield scratch
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> Path:
+    with draft(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+    return path

@@ -1,0 +1,58 @@
+"""The model card of a language model's checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ..card import CARD
+from ..checkpoint import read_config
+from ..files import write_text
+
+
+def lm_card(config: dict[str, Any], name: str) -> str:
+    """From a checkpoint's config alone."""
+    extra, method, size = config.get("extra", {}), config["method"], config["backbone"]["options"] or {}
+    results, data = extra.get("results", {}), extra.get("data", {})
+    lines = [
+        "---",
+        "library_name: dwindle",
+        "tags: [dwindle, text-generation, character-level, adaptive-computation]",
+        "---",
+        f"# {name}",
+        "",
+        f"A causal language model ({', '.join(f'{k} {v}' for k, v in size.items())}) with {method['name']}: every "
+        "token chooses which blocks it runs.",
+        "",
+        "```sh",
+        f'dwindle generate {name} --prompt "ROMEO:"',
+        "```",
+        "",
+    ]
+    if "loss" in results:
+        columns = [key for key in ("loss", "loss_soft", "bpc", "tlops_saved", "macs_saved") if key in results]
+        lines += [
+            f"| {' | '.join(columns)} |",
+            "|---" * len(columns) + "|",
+            f"| {' | '.join(f'{results[key]:.4f}' for key in columns)} |",
+            "",
+            "Validation text; loss in nats per character, bpc in bits; TLOps and MACs as shares of the static model's.",
+            "",
+        ]
+    notes = {"Data": ", ".join(data.values()), "Measured on": extra.get("measured_on"), "Note": extra.get("note")}
+    notes |= {"Command": extra.get("command"), "Licence": extra.get("licence")}
+    for title, value in notes.items():
+        if value:
+            lines += [f"**{title}**: {value}", ""]
+    for title, settings in (("Router", method["options"]), ("Recipe", extra.get("recipe"))):
+        if settings:
+            listing = ", ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())
+            lines += [f"**{title}**: `{listing}`", ""]
+    return "\n".join(lines)
+
+
+def write_lm_card(folder: str | os.PathLike, name: str | None = None) -> Path:
+    folder = Path(folder)
+    return write_text(folder / CARD, lm_card(read_config(folder), name or folder.name))

@@ -1,0 +1,229 @@
+"""Training a language model: a recipe, and a run that can be killed and resumed exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ranks
+from ..checkpoint import save
+from ..errors import DwindleError, unknown
+from ..methods.base import require
+from ..train.state import claim_folder, random_state, read_state, restore_random, write_metrics, write_state
+from .card import write_lm_card
+from .evaluate import evaluate
+from .execute import AdaptiveLM, adapt_lm
+from .model import CharLM, LMSize
+from .routing import Router
+from .text import Text, check_long, open_text
+from .tsa import TSA, softly
+
+WORTH_COMPILING = 4000  # steps; for fewer, compiling takes longer than it saves
+
+
+@dataclass
+class LMRecipe:
+    """Defaults are nanoGPT's for a character model of the paper's kind."""
+
+    data: str = "shakespeare"
+    blocks: int = 6
+    width: int = 384
+    heads: int = 6
+    context: int = 256
+    dropout: float = 0.2
+    method: str = "TSA"
+    method_options: dict[str, Any] = field(default_factory=dict)
+
+    steps: int = 5000
+    batch: int = 64
+    lr: float = 1e-3
+    min_lr: float = 1e-4
+    warmup: int = 100  # steps
+    weight_decay: float = 0.1
+    beta2: float = 0.99
+    clip: float = 1.0
+    amp: bool = True  # bf16 autocast on a GPU
+    compile: bool | None = None  # None: on a GPU, when the run is long enough to win the time back
+    seed: int = 0
+    eval_every: int = 500  # steps; a checkpoint is written with it, so it is what a kill may cost
+    eval_windows: int | None = None  # of the validation text; None: all
+
+    def check(self) -> None:
+        lowest = dict.fromkeys(("steps", "batch", "eval_every", "context"), 1)
+        lowest |= dict.fromkeys(("lr", "min_lr", "warmup", "weight_decay", "clip", "seed"), 0)
+        for name, low in lowest.items():
+            require(getattr(self, name) >= low, f"{name} = {getattr(self, name)}", f"it must be at least {low}")
+        require(0 <= self.beta2 < 1, f"beta2 = {self.beta2}", "it must lie in [0, 1)")
+
+    def make_router(self) -> Router:
+        if self.method not in Router.registry or self.method == "Control":
+            raise unknown("router", self.method, set(Router.registry) - {"Control"})
+        kind = Router.registry[self.method]
+        for name in self.method_options:
+            if name not in inspect.signature(kind).parameters:
+                raise unknown(f"option of {self.method}", name, inspect.signature(kind).parameters)
+        try:
+            return kind(**self.method_options)
+        except DwindleError:
+            raise
+        except (TypeError, ValueError) as error:
+            given = ", ".join(f"{n}={v!r}" for n, v in self.method_options.items())
+            raise DwindleError(f"{self.method}({given}) has a setting of the wrong type ({error}).") from error
+
+    def make_lm(self, vocabulary: int) -> CharLM:
+        return CharLM(LMSize(vocabulary, self.blocks, self.width, self.heads, self.context, self.dropout))
+
+
+class LMRun:
+    """A recipe on a text, writing to a folder. `rounds()` yields the numbers at every evaluation."""
+
+    def __init__(
+        self,
+        recipe: LMRecipe,
+        out: str | os.PathLike,
+        *,
+        device: str | None = None,
+        resume: bool = False,
+        text: Text | None = None,
+    ) -> None:
+        """text: the recipe's, opened by an earlier run."""
+        recipe.check()
+        if ranks.started() > 1:
+            raise DwindleError("A language model is trained in one process; start it without torchrun.")
+        self.recipe, self.out = recipe, Path(out)
+        self.given = json.loads(json.dumps(dataclasses.asdict(recipe)))
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        claim_folder(self.out, resume)
+        self.text = text or open_text(recipe.data)
+        check_long(self.text.train, recipe.context, self.text.name)
+        check_long(self.text.val, recipe.context, self.text.name)
+        torch.manual_seed(recipe.seed)
+        self.model = adapt_lm(recipe.make_lm(len(self.text.vocabulary)), recipe.make_router()).to(self.device)
+        self.optimizer = torch.optim.AdamW(
+            _groups(self.model, recipe.weight_decay), lr=recipe.lr, betas=(0.9, recipe.beta2), fused=self._gpu
+        )
+        self.lesson: Callable[[Tensor, Tensor], dict[str, Tensor]] = self._lesson
+        worth = self._gpu and recipe.steps >= WORTH_COMPILING and importlib.util.find_spec("triton") is not None
+        if worth if recipe.compile is None else recipe.compile:
+            self.lesson = torch.compile(self._lesson)
+        self.step = 0
+        self.history: list[dict[str, float]] = []
+        self.noted = 0
+        if resume:
+            self._restore()
+
+    @property
+    def _gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _lesson(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.amp and self._gpu):
+            return self.model.terms(self.model(x), y)
+
+    def rounds(self, tick: Callable[[int, dict[str, Tensor]], None] | None = None) -> Iterator[dict[str, float]]:
+        """Train what is left to train. `tick(step, terms)` is called after every step."""
+        recipe, since = self.recipe, self.step
+        sums: dict[str, Tensor] = {}
+        begin = time.perf_counter()
+        while self.step < recipe.steps:
+            terms = self._learn()
+            for name, value in terms.items():
+                sums[name] = sums.get(name, torch.zeros_like(value)) + value
+            if tick:
+                tick(self.step, terms)
+            last = self.step == recipe.steps
+            if last or self.step % recipe.eval_every == 0:
+                numbers: dict[str, float] = {name: float(value) / (self.step - since) for name, value in sums.items()}
+                if not math.isfinite(numbers["total"]):
+                    raise DwindleError(f"The loss became {numbers['total']} by step {self.step}; lower lr.")
+                speed = (self.step - since) * recipe.batch * recipe.context / (time.perf_counter() - begin)
+                row = {"step": self.step, **numbers, **self.evaluate(), "train_tokens_per_s": round(speed)}
+                self.history.append(row)
+                self._save()
+                yield row
+                sums, since, begin = {}, self.step, time.perf_counter()
+
+    def _learn(self) -> dict[str, Tensor]:
+        recipe = self.recipe
+        self.model.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._lr(self.step)
+        drawn = self.text.batch(recipe.batch, recipe.context, recipe.seed, self.step)
+        x, y = (t.to(self.device, non_blocking=True) for t in drawn)
+        terms = self.lesson(x, y)
+        self.optimizer.zero_grad(set_to_none=True)
+        terms["total"].backward()
+        if recipe.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+        self.optimizer.step()
+        self.step += 1
+        return {name: value.detach() for name, value in terms.items()}
+
+    def _lr(self, step: int) -> float:
+        """Linear warm-up, then a cosine down to min_lr."""
+        recipe = self.recipe
+        if step < recipe.warmup:
+            return recipe.lr * (step + 1) / recipe.warmup
+        done = (step - recipe.warmup) / max(recipe.steps - recipe.warmup, 1)
+        return recipe.min_lr + (recipe.lr - recipe.min_lr) * (1 + math.cos(math.pi * done)) / 2
+
+    def evaluate(self) -> dict[str, float]:
+        """On the validation text, executed hard; `loss_soft` with every update computed, as in training."""
+        recipe = self.recipe
+        options: dict[str, Any] = {"batch": max(recipe.batch, 32), "limit": recipe.eval_windows, "device": self.device}
+        options |= {"name": self.text.name, "amp": recipe.amp and self._gpu}
+        found = evaluate(self.model, self.text.val, **options)
+        numbers = {name: found[name] for name in ("loss", "bpc", "tlops_saved", "macs_saved")}
+        if isinstance(self.model.method, TSA):
+            with softly(self.model.method):
+                numbers["loss_soft"] = evaluate(self.model, self.text.val, layout="masked", **options)["loss"]
+        return numbers
+
+    def _save(self) -> None:
+        """The model first, then the state that vouches for it."""
+        recipe = self.given | {"data": Path(self.recipe.data).name}
+        extra = {
+            "vocabulary": self.text.vocabulary.characters,
+            "data": {"train": Path(self.text.name).name},
+            "recipe": recipe,
+            "results": self.history[-1] if self.history else {},
+        }
+        save(self.model, self.out, extra=extra)  # type: ignore[arg-type]
+        write_lm_card(self.out)
+        self.noted = write_metrics(self.out, self.history, self.noted, by="step")
+        state = {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "history": self.history,
+            "given": json.dumps(self.given),
+            "random": random_state(self.device),
+        }
+        write_state(self.out, state)
+
+    def _restore(self) -> None:
+        state = read_state(self.out, self.given)
+        self.step, self.history = state["step"], state["history"]
+        self.noted = len(self.history)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        restore_random(state["random"], self.device)
+
+
+def _groups(model: AdaptiveLM, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; norms and biases do not."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -1,0 +1,58 @@
+"""Causal attention whose keys may count less than whole. `attend_causal_ref` is the definition.
+
+Shapes: B sequences, n new rows of each, m rows so far (the new ones last), H heads, E head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attend_causal_ref(q: Tensor, k: Tensor, v: Tensor, weight_Bm: Tensor | None = None) -> Tensor:
+    """out_i = sum_{j <= i} w_j e_ij v_j / sum_{j <= i} w_j e_ij, with e_ij = exp(q_i . k_j / sqrt(E)).
+
+    q (B, n, H, E), k and v (B, m, H, E). A weight of 0 removes a key; without weights all are 1.
+    """
+    (_, n, heads, size), m = q.shape, k.shape[1]
+    k, v = (t.repeat_interleave(heads // t.shape[2], 2) for t in (k, v))
+    scores = torch.einsum("bnhe,bmhe->bhnm", q, k) * size**-0.5
+    seen = torch.arange(m, device=q.device) <= torch.arange(m - n, m, device=q.device)[:, None]
+    scores = (scores - scores.amax(-1, keepdim=True)).exp() * seen
+    if weight_Bm is not None:
+        scores = scores * weight_Bm[:, None, None, :].to(scores.dtype)
+    shares = scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
+    return torch.einsum("bhnm,bmhe->bnhe", shares, v)
+
+
+def attend_causal(
+    q: Tensor, k: Tensor, v: Tensor, weight_Bm: Tensor | None = None, *, dropout_p: float = 0.0
+) -> Tensor:
+    """The definition in one fused call. Keys and values may have fewer heads than queries.
+
+    A weight multiplies e_ij, so its logarithm is added to the score: as one more coordinate of the keys, which fused
+    kernels take (a mask per sequence would cost n m numbers), and through which the weight gets its gradient.
+    """
+    (_, n, heads, size), m = q.shape, k.shape[1]
+    if weight_Bm is not None:
+        # Fused kernels want a head size that is a multiple of 8, the same for q, k and v.
+        q, k, v = (F.pad(t, (0, 8)) for t in (q, k, v))
+        tiny = torch.finfo(weight_Bm.dtype).tiny
+        bias = weight_Bm.clamp_min(tiny).log().to(k.dtype)[:, :, None] * size**0.5
+        k = torch.cat([k[..., :size], bias[..., None].expand(*k.shape[:-1], 1), k[..., size + 1 :]], -1)
+        q = torch.cat([q[..., :size], torch.ones_like(q[..., :1]), q[..., size + 1 :]], -1)
+    mask = None
+    if 1 < n < m:
+        mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        mask,
+        dropout_p,
+        is_causal=n == m and n > 1,
+        scale=size**-0.5,
+        enable_gqa=k.shape[2] != heads,
+    ).transpose(1, 2)
+    return out if weight_Bm is None else out[..., :size]
