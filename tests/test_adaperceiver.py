@@ -133,6 +133,12 @@ def test_attention_is_the_same_every_way():
     torch.testing.assert_close(attend_steps(q, k, v, ends), attend_mask(q, k, v, mask))
 
 
+def test_bfloat16():
+    fine, coarse = tiny(torch.float32), tiny(torch.bfloat16)
+    x = images(dtype=torch.float32)
+    torch.testing.assert_close(coarse(x.bfloat16()).logits.float(), fine(x).logits, atol=0.4, rtol=0.1)
+
+
 def test_other_image_sizes():
     model = tiny(outputs="dense")
     out = model(images(2, size=48), tokens=8)

@@ -149,10 +149,18 @@ def test_grid_command(places):
         ("eval {ada} --data {data}", "is an AdaPerceiver"),
         ("view {ada} {root}/x.png", "is an AdaPerceiver"),
         ("bench {ada}", "is an AdaPerceiver"),
+        ("report {ada} --data {data} --out {root}/x", "is an AdaPerceiver"),
     ],
 )
 def test_bad_commands(places, line, said):
     refused(run(line + " --device cpu", **places), said)
+
+
+def test_the_same_pictures_of_a_trace():
+    from dwindle.view import summary
+
+    out = tiny(torch.float32)(images(4, torch.float32), tokens=[4, 8, 16, 16], depth=[1, 2, 3, 4])
+    assert summary(out.trace).axes and out.trace.mean_depth.tolist() == [0.25, 1.0, 3.0, 4.0]
 
 
 def test_components(tmp_path):

@@ -110,6 +110,7 @@ def test_frozen_parts(data, tmp_path):
     [
         ("stages=(1,2)", "three shares"),
         ("optimizer=sgd", "unknown optimizer"),
+        ("attention=ring", "unknown attention"),
         ("distill=token", "no distillation token"),
         ("distill=features", "needs a teacher"),
         ("method.colour=3", "no such setting"),
@@ -123,6 +124,24 @@ def test_bad_recipes(data, tmp_path, setting, said):
     with pytest.raises(dwindle.DwindleError, match=f"(?i){said}"):
         run(data, tmp_path / "run", setting)
     assert not (tmp_path / "run").exists()
+
+
+def test_no_teacher_for_a_transformer(data, tmp_path):
+    """A run of another kind that is taught by an AdaPerceiver says so."""
+    from dwindle.recipes import tiny_test
+    from dwindle.train.loop import Run
+
+    dwindle.save(dwindle.AdaPerceiver.preset("tiny", classes=3), tmp_path / "ada")
+    with pytest.raises(dwindle.DwindleError, match="network of its own"):
+        Run(changed(tiny_test(), [f"teacher={tmp_path / 'ada'}"]), str(data), tmp_path / "run", device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["steps", "mask"])
+def test_taught_by_an_adaperceiver(data, tmp_path, kind):
+    dwindle.save(dwindle.AdaPerceiver.preset("tiny", classes=3), tmp_path / "ada")
+    work = run(data, tmp_path / "run", f"teacher={tmp_path / 'ada'}", "epochs=1", f"attention={kind}", "stages=(0,0,1)")
+    (numbers,) = work.epochs()
+    assert np.isfinite(numbers["total"]) and numbers["stage"] == 3
 
 
 def test_given_settings_are_json(data, tmp_path):

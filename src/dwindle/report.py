@@ -77,6 +77,8 @@ def report(
     if any(is_language(read_config(folder)) for folder in folders):
         raise DwindleError("dwindle report explains vision models; look at a language model with dwindle view.")
     model = load(folders[0])
+    if not isinstance(model, AdaptiveViT):
+        raise DwindleError(f"{run} is an AdaPerceiver, whose tokens do not halt; use dwindle grid or policies.")
     rival = load(static) if static else model
     images = open_data(data or _own_data(model, folders[0]), "test")
     images = images if limit is None else first(images, limit)

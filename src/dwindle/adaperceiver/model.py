@@ -318,6 +318,9 @@ class AdaPerceiver(nn.Module):
             trace.values.append({"width": widths, "read": read, "patches": patches})
         return trace
 
+    def unwrap(self) -> nn.Module:
+        raise DwindleError("an AdaPerceiver is a network of its own, with no transformer in it to unwrap.")
+
     def macs(self, trace: Trace) -> Tensor:
         """(B,) multiply-accumulates of each image, read-outs counted."""
         return trace_macs(self, trace)

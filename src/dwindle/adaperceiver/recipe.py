@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import DwindleError, unknown
 from ..train.recipe import Recipe
 
-OPTIMIZERS = ("adamw", "soap")
+OPTIMIZERS, ATTENTIONS = ("adamw", "soap"), ("steps", "mask", "flex")
 
 
 @dataclass
@@ -28,6 +28,7 @@ class AdaRecipe(Recipe):
     token_weight: float = 1.0
     depth_weight: float = 1.0
     optimizer: str = "adamw"  # or 'soap', from pytorch-optimizer
+    attention: str | None = None  # 'steps', 'mask' or 'flex'; None: the fastest on this machine
 
     def check(self) -> None:
         dataclasses.replace(_plain(self), distill="soft" if self.distill == "features" else self.distill).check()
@@ -35,6 +36,8 @@ class AdaRecipe(Recipe):
             raise DwindleError("distill = token: AdaPerceiver has no distillation token; take soft, hard or features.")
         if self.optimizer not in OPTIMIZERS:
             raise unknown("optimizer", self.optimizer, OPTIMIZERS)
+        if self.attention not in (None, *ATTENTIONS):
+            raise unknown("attention", str(self.attention), ATTENTIONS)
         shares = all(isinstance(s, int | float) and s >= 0 for s in self.stages)
         if len(self.stages) != 3 or not shares or not sum(self.stages):
             raise DwindleError(f"stages = {self.stages}: give three shares of the epochs, such as (0.4, 0.4, 0.2).")

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import ranks
 from ..checkpoint import load
 from ..errors import DwindleError
 from ..images import Preprocess
@@ -61,11 +62,14 @@ class AdaRun(Run):
         self.given = dataclasses.asdict(recipe) | {"data": data, "eval_data": eval_data, "limit": limit}
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         recipe.check()
+        if ranks.started() > 1:
+            raise DwindleError(f"AdaPerceiver trains in one process, not {ranks.started()}; start it without torchrun.")
         claim_folder(self.out, resume)
         self._open(limit)
         _seed(recipe.seed)
         self.teacher = self._taught_by()
         self.model = self._build().to(self.device)
+        self.model.attention = recipe.attention
         small = min(self.train_images.image(0).size) < self.model.image
         self.preprocess = Preprocess(size=self.model.image, crop_pct=1.0 if small else CROP_PCT)
         if recipe.freeze_backbone:
@@ -85,6 +89,8 @@ class AdaRun(Run):
         able = self.device.type == "cuda" and images >= WORTH_COMPILING
         compiled = able if recipe.compile is None else recipe.compile
         if compiled:
+            # A graph for each stage, and in evaluation for each width and size of batch.
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
             self.model.write.compiled = True
             for block in self.model.blocks:
                 block.compile(dynamic=False)
@@ -172,7 +178,8 @@ class AdaRun(Run):
             raise DwindleError(
                 "optimizer = soap needs the package pytorch-optimizer; install dwindle[soap], or take adamw."
             ) from error
-        return SOAP(groups, lr=recipe.lr, betas=(0.9, 0.999))
+        soap = {"precondition_frequency": 100, "max_precondition_dim": 8192}  # D.1
+        return SOAP(groups, lr=recipe.lr, betas=(0.9, 0.999), **soap)
 
     @property
     def stage(self) -> int:
