@@ -102,17 +102,22 @@ def memory(pid: int) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
 
-def fuzz(address: str, count: int, pid: int) -> dict[str, object]:
+async def fuzz(address: str, count: int, pid: int, clients: int) -> dict[str, object]:
     rng, images = random.Random(0), [photo[:20_000] for photo in photos()]
     statuses: collections.Counter = collections.Counter()
-    mebibytes = []
-    with httpx.Client(base_url=address, timeout=60) as client:
-        for i in range(count):
-            method, where, body, headers = hostile(rng, images)
-            statuses[client.request(method, where, content=body, headers=headers).status_code] += 1
-            if i % max(count // 10, 1) == 0:
-                mebibytes.append(round(memory(pid), 1))
-        alive = client.get("/healthz").status_code
+    mebibytes, numbers = [], iter(range(count))
+    async with httpx.AsyncClient(base_url=address, timeout=60) as client:
+
+        async def one() -> None:
+            for i in numbers:
+                method, where, body, headers = hostile(rng, images)
+                answer = await client.request(method, where, content=body, headers=headers)
+                statuses[answer.status_code] += 1
+                if i % max(count // 10, 1) == 0:
+                    mebibytes.append(round(memory(pid), 1))
+
+        await asyncio.gather(*(one() for _ in range(clients)))
+        alive = (await client.get("/healthz")).status_code
     return {"statuses": dict(sorted(statuses.items())), "memory_mib": mebibytes, "healthz": alive}
 
 
@@ -127,7 +132,7 @@ def main() -> None:
     server, address = start(given.checkpoint)
     try:
         if given.fuzz:
-            result: dict[str, object] = fuzz(address, given.fuzz, server.pid)
+            result: dict[str, object] = asyncio.run(fuzz(address, given.fuzz, server.pid, given.clients))
         else:
             name = given.checkpoint.rstrip("/").rsplit("/", 1)[-1]
             sides = asyncio.run(load(address, given.clients, given.seconds, name, given.budget))
