@@ -23,6 +23,7 @@ class Limits:
     bytes: int = 10 << 20  # of one image, encoded
     pixels: int = 25_000_000  # of one image; read from its header, before decoding
     images: int = 32  # in one request
+    together: int = 48 << 20  # bytes of all images of one request, encoded: it lies in memory until it is parsed
     waiting: int = 256  # images accepted and not yet answered; beyond it 429
     seconds: float = 30.0  # for an answer, the wait for its batch included
     upload_seconds: float = 15.0  # for the body to arrive
@@ -32,7 +33,7 @@ class Limits:
     @property
     def body(self) -> int:
         """Bytes of a JSON request: base64 takes 4 for 3."""
-        return self.images * (self.bytes * 4 // 3 + 1024)
+        return min(self.together, self.images * self.bytes) * 4 // 3 + self.images * 1024
 
 
 class Refused(Exception):
