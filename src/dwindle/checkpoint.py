@@ -78,7 +78,7 @@ def save(
 
 def _described(model: Any) -> dict[str, Any]:
     """Which network, and which method on it. A network of its own is described by its settings alone."""
-    if not isinstance(model, AdaptiveViT):
+    if not hasattr(model, "method"):
         options = {"family": OWN, "model": type(model).__name__, "options": model.config}
         return {"backbone": options, "method": {"name": None, "options": {}}}
     described = model.backbone.describe() or {"model": None, "options": None}
