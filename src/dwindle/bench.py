@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .backbones.base import Shape, backbone_of
-from .checkpoint import load, shipped
+from .checkpoint import load_halting, shipped
 from .errors import DwindleError, unknown
 from .methods.aht import AHT
 from .model import AdaptiveViT, adapt
@@ -27,10 +27,7 @@ def model_to_bench(name: str) -> AdaptiveViT:
     import timm
 
     if name in shipped() or Path(name).exists() or "/" in name:
-        model = load(name)
-        if not isinstance(model, AdaptiveViT):
-            raise DwindleError(f"{name} is an AdaPerceiver, whose tokens do not halt; dwindle grid times its settings.")
-        return model
+        return load_halting(name)
     if not timm.is_model(name):
         raise unknown("model or checkpoint", name, [*timm.list_models(), *shipped()])
     vit = timm.create_model(name)
@@ -95,26 +92,15 @@ def some_photos(model: AdaptiveViT, data: str, count: int) -> Tensor:
 
 def static_calls(model: AdaptiveViT, images: Tensor, variants: Sequence[str]) -> dict[str, Callable[[], Any]]:
     """The wrapped model without us: 'eager', 'graph' (as a CUDA graph), 'compile' (torch.compile, max-autotune)."""
+    from .engine.graph import captured
+
     vit = copy.deepcopy(model).unwrap()
     calls: dict[str, Callable[[], Any]] = {"eager": partial(vit, images)}
     if "graph" in variants:
-        calls["graph"] = _recorded(partial(vit, images))
+        calls["graph"] = captured(partial(vit, images)).replay
     if "compile" in variants:
         calls["compile"] = partial(torch.compile(vit, mode="max-autotune"), images)
     return {name: calls[name] for name in variants}
-
-
-def _recorded(call: Callable[[], Any]) -> Callable[[], None]:
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 def bench(

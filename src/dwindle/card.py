@@ -45,24 +45,28 @@ def model_card(config: dict[str, Any], name: str) -> str:
             f"{int(results['images']):,} | packed |",
             "",
         ]
-    for title, value in (
-        ("Data", ", ".join(f"{part}: {Path(where).name}" for part, where in data.items())),
-        ("Measured on", extra.get("measured_on", "")),
-        ("Command", extra.get("command", "")),
-        ("Licence", extra.get("licence", "")),
-        ("Note", extra.get("note", "")),
-    ):
+    notes = {
+        "Data": ", ".join(f"{part}: {Path(where).name}" for part, where in data.items()),
+        "Measured on": extra.get("measured_on"),
+        "Command": extra.get("command"),
+        "Licence": extra.get("licence"),
+        "Note": extra.get("note"),
+    }
+    settings = {"Results": {} if "top5" in results else results, "Method": method["options"], "Recipe": recipe}
+    return "\n".join([*lines, *closing(notes, settings)])
+
+
+def closing(notes: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """The lines a card ends with: what there is to say of each, and settings as they were."""
+    lines = []
+    for title, value in notes.items():
         if value:
             lines += [f"**{title}**: {value}", ""]
-    for title, settings in (
-        ("Results", {} if "top5" in results else results),
-        ("Method", method["options"]),
-        ("Recipe", recipe),
-    ):
-        if settings:
-            listing = ", ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())
+    for title, values in settings.items():
+        if values:
+            listing = ", ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
             lines += [f"**{title}**: `{listing}`", ""]
-    return "\n".join(lines)
+    return lines
 
 
 def write_card(folder: str | os.PathLike, name: str | None = None) -> Path:

@@ -150,6 +150,16 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
     return model.eval()
 
 
+def load_halting(source: str | os.PathLike) -> AdaptiveViT:
+    """A checkpoint of a vision transformer whose tokens halt; the others are refused by what they are."""
+    model: Any = load(source)
+    if isinstance(model, AdaptiveViT):
+        return model
+    if hasattr(model, "lm"):
+        raise DwindleError(f"{source} is a language model and takes no images; use dwindle view, eval or generate.")
+    raise DwindleError(f"{source} is an AdaPerceiver, whose tokens do not halt; use dwindle grid or policies.")
+
+
 def _own(folder: Path, config: dict[str, Any]) -> Any:
     """An AdaPerceiver. Typed Any, as callers that take either kind ask which it is."""
     from .adaperceiver import AdaPerceiver

@@ -346,6 +346,7 @@ def evaluate(
     device: Device = None,
 ) -> None:
     """Accuracy, cost and speed of a checkpoint on a data set."""
+    from .checkpoint import load_halting
     from .images import preprocess_of
     from .lm import cli as language
     from .methods.base import require
@@ -362,7 +363,7 @@ def evaluate(
     if language.is_checkpoint(checkpoint):
         return language.evaluate(checkpoint, data, layout, threshold, tau, batch, limit, device)
     data = _needed(data, "eval", "--data")
-    model = _adaptive(checkpoint)
+    model = load_halting(checkpoint)
     if threshold is not None:
         _turn_threshold(model, threshold)
     images = open_data(data, "test")
@@ -375,17 +376,6 @@ def evaluate(
         result = measure(model, batches, layout=layout, device=_device(device), progress=lambda n: bar.advance(task, n))
     _table(f"{checkpoint} on {data} ({layout})", list(result), [list(result.values())])
     _finish(result)
-
-
-def _adaptive(checkpoint: str) -> Any:
-    """A checkpoint of a transformer whose tokens halt."""
-    from .checkpoint import load
-    from .model import AdaptiveViT
-
-    model: Any = load(checkpoint)
-    if not isinstance(model, AdaptiveViT):
-        raise DwindleError(f"{checkpoint} is an AdaPerceiver, whose tokens do not halt; use dwindle grid or policies.")
-    return model
 
 
 def _turn_threshold(model: Any, threshold: float) -> None:
@@ -430,7 +420,7 @@ def bench(
         raise unknown("dtype", dtype, DTYPES)
     batches, fractions = _numbers("--batch", batch, int), _numbers("--fraction", fraction, float)
     if language.is_checkpoint(model):
-        return language.bench(model, batches, fractions, dtype, seconds, device)
+        return language.bench(model, batches, fractions, dtype, seconds, device, static=static, data=data)
     place, adapted = _device(device), model_to_bench(model)
     known = ("eager", "graph", "compile") if place.startswith("cuda") else ("eager",)
     variants = known if static is None else tuple(static.split(","))
@@ -485,13 +475,14 @@ def view(
     device: Device = None,
 ) -> None:
     """Draw for each image which patches were computed how far, the plan beside the execution, and the exits."""
+    from .checkpoint import load_halting
     from .demo import look
     from .lm import cli as language
 
     if language.is_checkpoint(checkpoint):
         return language.view(checkpoint, images, out, threshold, tau, device)
     images = _needed(images, "view", "images")
-    model = _adaptive(checkpoint)
+    model = load_halting(checkpoint)
     if threshold is not None:
         _turn_threshold(model, threshold)
     result = look(model, images, out, _device(device))

@@ -23,12 +23,12 @@ def export(
     seconds: Annotated[float, typer.Option(help="Time against the static model exported alike; 0: not.")] = 0.0,
 ) -> None:
     """Write a model as one graph from which halted tokens are gone; checked against the model before it is named."""
-    from .checkpoint import load
+    from .checkpoint import load_halting
     from .export import check_images
     from .export import export as write
     from .train.evaluate import calibrate
 
-    model = load(checkpoint)
+    model = load_halting(checkpoint)
     if budget is not None:
         calibrate(model, check_images(model), budget)
     result = write(model, to, out, seconds=seconds)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from .checkpoint import CONFIG, WEIGHTS, find, load
+from .checkpoint import CONFIG, WEIGHTS, find, load_halting
 from .errors import DwindleError
 from .images import preprocess_of
 from .model import AdaptiveViT
@@ -58,10 +58,10 @@ def predict(
     task = Parts(path, len(images), part, _identity(checkpoint, data))
     if task.finished():
         return task.summary() | {"done_before": len(images)}
+    model = load_halting(checkpoint).to(device)
     task.begin(rank)
     missing = [k for k in range(rank, task.count, world) if not task.file(k).exists()]
     before = sum(len(task.rows(k)) for k in range(rank, task.count, world) if k not in set(missing))
-    model = load(checkpoint).to(device)
     for k, columns, errors in _answers(model, images, task, missing, batch, workers, device):
         task.write(k, columns, errors)
         if progress:

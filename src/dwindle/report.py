@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from . import charts
-from .checkpoint import find, load, read_config
+from .checkpoint import find, load, load_halting, read_config
 from .demo import class_names
 from .errors import DwindleError
 from .files import write_text
@@ -76,9 +76,7 @@ def report(
     static = next((f for f in folders[1:] if read_config(f)["method"]["name"] == Static.__name__), None)
     if any(is_language(read_config(folder)) for folder in folders):
         raise DwindleError("dwindle report explains vision models; look at a language model with dwindle view.")
-    model = load(folders[0])
-    if not isinstance(model, AdaptiveViT):
-        raise DwindleError(f"{run} is an AdaPerceiver, whose tokens do not halt; use dwindle grid or policies.")
+    model = load_halting(folders[0])
     rival = load(static) if static else model
     images = open_data(data or _own_data(model, folders[0]), "test")
     images = images if limit is None else first(images, limit)

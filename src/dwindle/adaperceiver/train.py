@@ -25,10 +25,10 @@ from ..errors import DwindleError
 from ..images import Preprocess
 from ..methods.static import Static
 from ..model import AdaptiveViT, adapt
-from ..train.batches import CROP_PCT, mix, seeded
+from ..train.batches import mix, seeded
 from ..train.data import check_labels, open_data
 from ..train.data import limit as first
-from ..train.loop import Run, _seed
+from ..train.loop import Run, _seed, whole_if_small
 from ..train.state import claim_folder
 from ..train.step import WORTH_COMPILING, _mixup
 from .grid import grid
@@ -70,8 +70,7 @@ class AdaRun(Run):
         self.teacher = self._taught_by()
         self.model = self._build().to(self.device)
         self.model.attention = recipe.attention
-        small = min(self.train_images.image(0).size) < self.model.image
-        self.preprocess = Preprocess(size=self.model.image, crop_pct=1.0 if small else CROP_PCT)
+        self.preprocess = whole_if_small(Preprocess(size=self.model.image), self.train_images)
         if recipe.freeze_backbone:
             _freeze(self.model)
         self.resident = self._resident()

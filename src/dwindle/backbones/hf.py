@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -158,14 +159,19 @@ class HuggingFaceViT(Backbone):
 
     @staticmethod
     def rebuild(described: dict[str, Any]) -> nn.Module:
-        try:
-            import transformers
-        except ImportError as error:
-            raise DwindleError(
-                f'This checkpoint holds a Hugging Face {described["model"]}; install it with: pip install "dwindle[hf]"'
-            ) from error
-        if described["model"] not in _TOWERS:
-            raise DwindleError(f"This checkpoint names {described['model']}, which is none of {', '.join(_TOWERS)}.")
-        kind = getattr(transformers, described["model"])
-        options = {name: value for name, value in described["options"].items() if name != "model_type"}
-        return kind(kind.config_class(**options))
+        return rebuilt(described, _TOWERS)
+
+
+def rebuilt(described: dict[str, Any], kinds: Iterable[str]) -> nn.Module:
+    """The Hugging Face model that a checkpoint describes, one of these kinds, with random weights."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise DwindleError(
+            f'This checkpoint holds a Hugging Face {described["model"]}; install it with: pip install "dwindle[hf]"'
+        ) from error
+    if described["model"] not in kinds:
+        raise DwindleError(f"This checkpoint names {described['model']}, which is none of {', '.join(kinds)}.")
+    kind = getattr(transformers, described["model"])
+    options = {name: value for name, value in described["options"].items() if name != "model_type"}
+    return kind(kind.config_class(**options))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -41,6 +40,7 @@ class Engine:
         self._paths: OrderedDict[tuple, Path] = OrderedDict()
         self._ready: dict[nn.Module, Ready] = {}
         self._modules: list[nn.Module] = []
+        self._unfolded: set[nn.Module] = set()
         self._folded: tuple = ()
         self._pool: Any = None
         self._turn = threading.Lock()
@@ -83,16 +83,23 @@ class Engine:
         return path
 
     def _state(self, afresh: bool = False) -> tuple:
-        """Where every weight lies and how often it was written to. A call of `vit.head = ...` exchanges a module."""
+        """Where every weight lies and, of the backbone's, how often it was written to; the method's are read where
+        they lie. A call of `vit.head = ...` exchanges a module."""
         if afresh:
             self._modules = list(self.model.modules())
+            self._unfolded = set(self.model.method.modules())
         children = tuple(id(child) for module in self._modules for child in module._modules.values())
-        weights = [w for m in self._modules for w in (*m._parameters.values(), *m._buffers.values()) if w is not None]
-        marks = tuple((w.data_ptr(), 0 if w.is_inference() else w._version, w.dtype) for w in weights)
+        marks = tuple(
+            (w.data_ptr(), 0 if m in self._unfolded or w.is_inference() else w._version, w.dtype)
+            for m in self._modules
+            for w in (*m._parameters.values(), *m._buffers.values())
+            if w is not None
+        )
         return children, marks
 
     def _best(self, images: Tensor, depths: Tensor | None) -> Path:
         """The faster of the recording and the eager packed path, on these images."""
+        from ..bench import milliseconds
 
         def eager(images: Tensor, depths: Tensor | None) -> Output:
             return self.model.run(images, Packed.start, depths)
@@ -108,8 +115,9 @@ class Engine:
             method, reason = type(self.model.method).__name__, str(error).splitlines()[0]
             log.warning("engine: %s cannot be recorded (%s); %s runs eager, packed", method, reason, size)
             return eager
-        spent = {"graph": _milliseconds(partial(recorded, images, depths)), "eager": 0.0}
-        spent["eager"] = _milliseconds(partial(eager, images, depths))
+        calls = {"graph": partial(recorded, images, depths), "eager": partial(eager, images, depths)}
+        times = milliseconds(list(calls.values()), 0.0, images.device)
+        spent = {path: min(rounds) for path, rounds in zip(calls, times)}
         name = min(spent, key=lambda path: spent[path])
         self.chosen[size] = name
         log.info("engine: %s runs as %s (graph %.3f ms, eager %.3f ms)", size, name, spent["graph"], spent["eager"])
@@ -162,15 +170,7 @@ class Recording:
             self.sheets = torch.stack(sheets) if sheets else None
             self.exits = torch.stack(trace.exits) if trace.exits else None
 
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(2):  # kernels are compiled, workspaces made
-                forward()
-        torch.cuda.current_stream().wait_stream(aside)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
-            forward()
+        self.graph = captured(forward, pool)
 
     def __call__(self, images: Tensor, depths: Tensor | None = None) -> Output:
         with self.turn:
@@ -221,13 +221,15 @@ def _cut(conv: nn.Conv2d, images: Tensor) -> Tensor:
     return F.linear(pieces, conv.weight.flatten(1), conv.bias).permute(0, 3, 1, 2)
 
 
-def _milliseconds(call: Callable[[], Any], rounds: int = 5) -> float:
-    """The least of a few runs, after one to warm up."""
-    spent = []
-    for _ in range(rounds + 1):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
+def captured(call: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A call as a CUDA graph."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):  # kernels are compiled, workspaces made
+            call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
         call()
-        torch.cuda.synchronize()
-        spent.append((time.perf_counter() - begin) * 1e3)
-    return min(spent[1:])
+    return graph

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.attention import looked_at
@@ -55,9 +54,7 @@ class Live(Masked):
         """Keys, and the class token's attention, for methods that asked."""
         q, k, _ = self._sheet(qkv).unflatten(-1, (3, ready.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, E)
         if ready.norm is not None:
-            size = (q.shape[-1],)
-            q = F.layer_norm(q, size, ready.norm.q_weight, ready.norm.q_bias, ready.norm.eps)
-            k = F.layer_norm(k, size, ready.norm.k_weight, ready.norm.k_bias, ready.norm.eps)
+            q, k = ready.norm(q, k)
         if self.keeping_keys:
             self.keys = k.mean(1)
         if self.watching:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-from ..card import CARD
+from ..card import CARD, closing
 from ..checkpoint import read_config
 from ..files import write_text
 
@@ -43,14 +42,7 @@ def lm_card(config: dict[str, Any], name: str) -> str:
         ]
     notes = {"Data": ", ".join(data.values()), "Measured on": extra.get("measured_on"), "Note": extra.get("note")}
     notes |= {"Command": extra.get("command"), "Licence": extra.get("licence")}
-    for title, value in notes.items():
-        if value:
-            lines += [f"**{title}**: {value}", ""]
-    for title, settings in (("Router", method["options"]), ("Recipe", extra.get("recipe"))):
-        if settings:
-            listing = ", ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())
-            lines += [f"**{title}**: `{listing}`", ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, *closing(notes, {"Router": method["options"], "Recipe": extra.get("recipe")})])
 
 
 def write_lm_card(folder: str | os.PathLike, name: str | None = None) -> Path:

@@ -146,10 +146,17 @@ def evaluate(
 
 
 def bench(
-    checkpoint: str, batches: list[int], fractions: list[float], dtype: str, seconds: float, device: str | None
+    checkpoint: str,
+    batches: list[int],
+    fractions: list[float],
+    dtype: str,
+    seconds: float,
+    device: str | None,
+    **for_images: Any,
 ) -> None:
     from .bench import bench_lm, compilable
 
+    _only_for_images(**for_images)
     model, vocabulary = _opened(checkpoint, None)
     place = _device(device)
     with _progress() as bar:

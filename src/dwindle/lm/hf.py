@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..backbones.hf import rebuilt
 from ..errors import DwindleError
 from .model import LMShape, Turns, check_length, rotate
 
@@ -145,15 +146,4 @@ class HFLanguage:
 
 
 def rebuild(described: dict[str, Any]) -> nn.Module:
-    """The model a checkpoint describes, with random weights."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise DwindleError(
-            f'This checkpoint holds a Hugging Face {described["model"]}; install it with: pip install "dwindle[hf]"'
-        ) from error
-    if described["model"] not in KINDS:
-        raise DwindleError(f"This checkpoint names {described['model']}, which is none of {', '.join(KINDS)}.")
-    kind = getattr(transformers, described["model"])
-    options = {name: value for name, value in described["options"].items() if name != "model_type"}
-    return kind(kind.config_class(**options))
+    return rebuilt(described, KINDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import inspect
 import json
 import math
 import os
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 
 from .. import ranks
 from ..checkpoint import save
-from ..errors import DwindleError, unknown
+from ..errors import DwindleError
 from ..methods.base import require
+from ..train.recipe import made
 from ..train.state import claim_folder, random_state, read_state, restore_random, write_metrics, write_state
 from .card import write_lm_card
 from .evaluate import evaluate
@@ -68,19 +68,8 @@ class LMRecipe:
         require(0 <= self.beta2 < 1, f"beta2 = {self.beta2}", "it must lie in [0, 1)")
 
     def make_router(self) -> Router:
-        if self.method not in Router.registry or self.method == "Control":
-            raise unknown("router", self.method, set(Router.registry) - {"Control"})
-        kind = Router.registry[self.method]
-        for name in self.method_options:
-            if name not in inspect.signature(kind).parameters:
-                raise unknown(f"option of {self.method}", name, inspect.signature(kind).parameters)
-        try:
-            return kind(**self.method_options)
-        except DwindleError:
-            raise
-        except (TypeError, ValueError) as error:
-            given = ", ".join(f"{n}={v!r}" for n, v in self.method_options.items())
-            raise DwindleError(f"{self.method}({given}) has a setting of the wrong type ({error}).") from error
+        trainable = {name: kind for name, kind in Router.registry.items() if name != "Control"}
+        return made("router", self.method, trainable, self.method_options)
 
     def make_lm(self, vocabulary: int) -> CharLM:
         return CharLM(LMSize(vocabulary, self.blocks, self.width, self.heads, self.context, self.dropout))

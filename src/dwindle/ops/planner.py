@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .rows import Rows, _kernels, available
+from .rows import Rows, available, kernels, power_of_two, precision
 
 
 def image_mean_ref(x_BND: Tensor, rows: Rows) -> Tensor:
@@ -27,7 +27,7 @@ def image_mean(x_BND: Tensor, rows: Rows) -> Tensor:
         return image_mean_ref(x_BND, rows)
     images, _, width = x_BND.shape
     mean = torch.empty(images, width, device=x_BND.device)
-    _kernels().image_mean_kernel[(images, -(-width // 64))](
+    kernels().image_mean_kernel[(images, -(-width // 64))](
         x_BND, rows.rows_R, rows.starts, mean, width, BT=32, BD=64, num_warps=4
     )
     return mean
@@ -68,7 +68,7 @@ def plan(x_BND: Tensor, rows: Rows, context_BH: Tensor, plan: Plan) -> tuple[Ten
     standing, planned = torch.empty(2, images, tokens, device=x_BND.device)
     capacity, hidden = images * tokens, len(plan.token)
     block = 16 if capacity < 4096 else 64
-    _kernels().plan_kernel[(-(-capacity // block),)](
+    kernels().plan_kernel[(-(-capacity // block),)](
         x_BND,
         rows.rows_R,
         rows.count,
@@ -87,9 +87,9 @@ def plan(x_BND: Tensor, rows: Rows, context_BH: Tensor, plan: Plan) -> tuple[Ten
         tokens,
         width,
         hidden,
-        PRECISION="ieee" if x_BND.dtype == torch.float32 else "tf32",
+        PRECISION=precision(x_BND),
         BM=block,
-        BH=max(16, 2 ** (hidden - 1).bit_length()),
+        BH=power_of_two(hidden, 16),
         BK=32,
         num_warps=4,
     )
@@ -136,7 +136,7 @@ def halt(
     images, tokens = tap_BN.shape
     score, total = torch.empty_like(sum_BN), torch.empty_like(sum_BN)
     keep = torch.empty_like(live_BN)
-    _kernels().halt_kernel[(images,)](
+    kernels().halt_kernel[(images,)](
         tap_BN,
         plan_BN,
         sum_BN,
@@ -153,7 +153,7 @@ def halt(
         tokens,
         prefix,
         FORCED=forced_BN is not None,
-        BN=max(2, 2 ** (tokens - 1).bit_length()),
+        BN=power_of_two(tokens),
         num_warps=4,
     )
     return score, total, keep

@@ -105,7 +105,7 @@ def normed_linear(
 ) -> Tensor:
     if not available(x_RD):
         return normed_linear_ref(x_RD, rows, layer, act, tap_R, neuron)
-    kernels = _kernels()
+    triton = kernels()
     (capacity, width), out = x_RD.shape, len(layer.bias)
     y = x_RD.new_empty(capacity, out)
     mean = rstd = y
@@ -114,11 +114,11 @@ def normed_linear(
     if norm == "inline" and tile.moments:
         norm = "given"
         mean, rstd = (torch.empty(capacity, device=x_RD.device) for _ in range(2))
-        block = 2 ** (width - 1).bit_length()
-        kernels.moments_kernel[(-(-capacity // 8),)](
+        block = power_of_two(width)
+        triton.moments_kernel[(-(-capacity // 8),)](
             x_RD, rows.rows_R, rows.count, mean, rstd, layer.eps, width, BM=8, BK=block, num_warps=4
         )
-    kernels.normed_linear_kernel[(-(-capacity // tile.m) * -(-out // tile.n),)](
+    triton.normed_linear_kernel[(-(-capacity // tile.m) * -(-out // tile.n),)](
         x_RD,
         rows.rows_R,
         rows.count,
@@ -136,7 +136,7 @@ def normed_linear(
         NORM=norm,
         TAP=tap_R is not None,
         ACT="gelu_rough" if act == "gelu" and x_RD.dtype != torch.float32 else act,
-        PRECISION=_precision(x_RD),
+        PRECISION=precision(x_RD),
         EVEN=out % tile.n == 0 and width % tile.k == 0,
         BM=tile.m,
         BN=tile.n,
@@ -159,7 +159,7 @@ def add_linear(x_RD: Tensor, rows: Rows, h: Tensor, layer: Affine, scale: Tensor
         return add_linear_ref(x_RD, rows, h, layer, scale)
     (capacity, inner), out = h.shape, x_RD.shape[1]
     tile = linear_tile(capacity, out, inner, h.dtype)
-    _kernels().add_linear_kernel[(-(-capacity // tile.m) * -(-out // tile.n),)](
+    kernels().add_linear_kernel[(-(-capacity // tile.m) * -(-out // tile.n),)](
         h,
         x_RD,
         rows.rows_R,
@@ -169,7 +169,7 @@ def add_linear(x_RD: Tensor, rows: Rows, h: Tensor, layer: Affine, scale: Tensor
         scale,
         out,
         inner,
-        PRECISION=_precision(h),
+        PRECISION=precision(h),
         EVEN=out % tile.n == 0 and inner % tile.k == 0,
         BM=tile.m,
         BN=tile.n,
@@ -188,6 +188,13 @@ class HeadNorm(NamedTuple):
     k_bias: Tensor
     eps: float
 
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        size, dtype = (q.shape[-1],), q.dtype
+        return (
+            F.layer_norm(q, size, self.q_weight.to(dtype), self.q_bias.to(dtype), self.eps),
+            F.layer_norm(k, size, self.k_weight.to(dtype), self.k_bias.to(dtype), self.eps),
+        )
+
 
 def attend_rows_ref(
     qkv: Tensor, rows: Rows, heads: int, longest: int, scale: float, bias_R: Tensor | None, norm: HeadNorm | None = None
@@ -200,9 +207,7 @@ def attend_rows_ref(
             continue
         q, k, v = qkv[start:end].float().unflatten(1, (3, heads, -1)).permute(1, 2, 0, 3)
         if norm is not None:
-            size = (q.shape[-1],)
-            q = F.layer_norm(q, size, norm.q_weight.float(), norm.q_bias.float(), norm.eps)
-            k = F.layer_norm(k, size, norm.k_weight.float(), norm.k_bias.float(), norm.eps)
+            q, k = norm(q, k)
         scores = q @ k.transpose(1, 2) * scale
         if bias_R is not None:
             scores = scores + bias_R[rows.rows_R[start:end].long()].float()
@@ -220,7 +225,7 @@ def attend_rows(
     out = qkv.new_empty(len(qkv), heads * size)
     tile = attention_tile(longest, size, len(rows.starts) - 1, qkv.dtype)
     at = norm or HeadNorm(qkv, qkv, qkv, qkv, 0.0)
-    _kernels().attend_kernel[(-(-longest // tile.m), heads, len(rows.starts) - 1)](
+    kernels().attend_kernel[(-(-longest // tile.m), heads, len(rows.starts) - 1)](
         qkv,
         rows.starts,
         rows.rows_R,
@@ -236,10 +241,10 @@ def attend_rows(
         size,
         BIAS=bias_R is not None,
         QK_NORM=norm is not None,
-        PRECISION=_precision(qkv),
+        PRECISION=precision(qkv),
         BQ=tile.m,
         BJ=tile.n,
-        BE=max(16, 2 ** (size - 1).bit_length()),
+        BE=power_of_two(size, 16),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -263,7 +268,7 @@ def compact(live_BN: Tensor, keep_BN: Tensor) -> tuple[Rows, Tensor]:
     if not available(live_BN):
         return compact_ref(live_BN, keep_BN)
     images, tokens = live_BN.shape
-    block = max(2, 2 ** (tokens - 1).bit_length())
+    block = power_of_two(tokens)
     live, keep = live_BN.view(torch.uint8), keep_BN.contiguous().view(torch.uint8)
     rows = torch.empty(images * tokens, dtype=torch.int32, device=live.device)
     starts = torch.empty(images + 1, dtype=torch.int32, device=live.device)
@@ -272,8 +277,8 @@ def compact(live_BN: Tensor, keep_BN: Tensor) -> tuple[Rows, Tensor]:
     counted = images > (1 if interpreted() else 32)
     counts = torch.empty(images if counted else 0, dtype=torch.int32, device=live.device)
     if counted:
-        _kernels().count_kernel[(images,)](live, keep, counts, tokens, BN=block)
-    _kernels().compact_kernel[(images,)](
+        kernels().count_kernel[(images,)](live, keep, counts, tokens, BN=block)
+    kernels().compact_kernel[(images,)](
         live, keep, counts, rows, starts, new, images, tokens, COUNTED=counted, BN=block, BB=1024
     )
     return Rows(rows, starts), new.view(torch.bool)
@@ -321,11 +326,16 @@ def interpreted() -> bool:
 
 
 def available(x: Tensor) -> bool:
-    return (x.is_cuda or interpreted()) and _kernels() is not None
+    return (x.is_cuda or interpreted()) and kernels() is not None
+
+
+def power_of_two(least: int, floor: int = 2) -> int:
+    """The smallest that is not below either: Triton's tiles have such sides."""
+    return max(floor, 1 << (least - 1).bit_length())
 
 
 @cache
-def _kernels() -> Any:
+def kernels() -> Any:
     try:
         from . import rows_triton
     except ImportError:
@@ -333,5 +343,6 @@ def _kernels() -> Any:
     return rows_triton
 
 
-def _precision(x: Tensor) -> str:
+def precision(x: Tensor) -> str:
+    """Of a kernel's products: float32 is not to be rounded to fewer bits."""
     return "ieee" if x.dtype == torch.float32 else "tf32"

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..checkpoint import load
+from ..checkpoint import load_halting
 from ..demo import DEMO
 from ..errors import DwindleError
 from ..methods.static import Static
@@ -21,7 +21,7 @@ def served_models(checkpoints: Sequence[str]) -> list[Served]:
     short = [name.rstrip("/").rsplit("/", 1)[-1] for name in names]
     if len(set(short)) < len(short):
         raise DwindleError(f"Two of the checkpoints {', '.join(names)} have the same name; rename one.")
-    models = [Served(name, load(source)) for name, source in zip(short, names)]
+    models = [Served(name, load_halting(source)) for name, source in zip(short, names)]
     return [*models, beside(models[0], ToMe(budget=0.67), "ToMe"), beside(models[0], Static(), "static")]
 
 

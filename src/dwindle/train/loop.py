@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .. import ranks
 from ..backbones.base import backbone_of
 from ..card import write_card
-from ..checkpoint import load, save
+from ..checkpoint import load_halting, save
 from ..cost import budget_share
 from ..errors import DwindleError
 from ..images import Preprocess
@@ -72,7 +72,7 @@ class Run:
             self.train_images, self.eval_images = first(self.train_images, limit), first(self.eval_images, limit)
         _seed(recipe.seed)
         vit = build_vit(recipe, self.train_images.num_classes)
-        self.preprocess = _preprocess(vit, self.train_images)
+        self.preprocess = whole_if_small(Preprocess.of(vit), self.train_images)
         for images in (self.train_images, self.eval_images):
             check_labels(images.labels, vit.num_classes)
         method = recipe.make_method()
@@ -122,7 +122,7 @@ class Run:
         if named is None:
             return None
         try:
-            taught = copy.deepcopy(vit) if named == "static" else load(named).unwrap()
+            taught = copy.deepcopy(vit) if named == "static" else load_halting(named).unwrap()
         except DwindleError as error:
             raise DwindleError(f"teacher = {named}: {error}") from error
         teacher = adapt(taught, Static(attention=method.asks_attention))
@@ -357,9 +357,8 @@ class Run:
         restore_random(randoms[ranks.rank()], self.device)
 
 
-def _preprocess(vit: nn.Module, images: Images) -> Preprocess:
+def whole_if_small(wanted: Preprocess, images: Images) -> Preprocess:
     """Images below the model's size are enlarged whole: of those nothing is to be cut off."""
-    wanted = Preprocess.of(vit)
     small = min(images.image(0).size) < wanted.size
     return dataclasses.replace(wanted, crop_pct=1.0 if small else CROP_PCT)
 

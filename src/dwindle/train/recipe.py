@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,19 +91,24 @@ class Recipe:
         return Run
 
     def make_method(self) -> Method:
-        if self.method not in Method.registry:
-            raise unknown("method", self.method, Method.registry)
-        kind = Method.registry[self.method]
-        for name in self.method_options:
-            if name not in inspect.signature(kind).parameters:
-                raise unknown(f"option of {self.method}", name, inspect.signature(kind).parameters)
-        try:
-            return kind(**self.method_options)
-        except DwindleError:
-            raise
-        except (TypeError, ValueError) as error:
-            given = ", ".join(f"{n}={v!r}" for n, v in self.method_options.items())
-            raise DwindleError(f"{self.method}({given}) has a setting of the wrong type ({error}).") from error
+        return made("method", self.method, Method.registry, self.method_options)
+
+
+def made(role: str, name: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """The method (or router) of that name with these options, or what is wrong with them."""
+    if name not in known:
+        raise unknown(role, name, known)
+    parameters = inspect.signature(known[name]).parameters
+    for option in options:
+        if option not in parameters:
+            raise unknown(f"option of {name}", option, parameters)
+    try:
+        return known[name](**options)
+    except DwindleError:
+        raise
+    except (TypeError, ValueError) as error:
+        given = ", ".join(f"{n}={v!r}" for n, v in options.items())
+        raise DwindleError(f"{name}({given}) has a setting of the wrong type ({error}).") from error
 
 
 def changed(recipe: Any, settings: Iterable[str]) -> Any:
