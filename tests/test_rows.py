@@ -65,9 +65,14 @@ def test_compact(images, tokens, share, seed):
 @several_dtypes
 @pytest.mark.parametrize("act", [*ops.ACTIVATIONS, "gelu_rough"])
 @pytest.mark.parametrize("normed", [True, False])
-def test_normed_linear(dtype, act, normed):
+@pytest.mark.parametrize("many", [False, True])
+def test_normed_linear(dtype, act, normed, many):
     torch.manual_seed(0)
-    images, tokens, width, out = (3, 50, 64, 70 if act == "silu" else 96) if not CUDA else (7, 197, 192, 392)
+    images, tokens, width, out = (3 if many else 2, 50, 64, 70 if act == "silu" else 96)
+    if CUDA:
+        images, tokens, width, out = 40 if many else 7, 197, 192, 392
+    tile = ops.linear_tile(images * tokens, out, width, dtype)
+    assert bool(tile.persistent) == (many and (CUDA or act != "silu") and not (CUDA and dtype == torch.float32))
     rows = some_rows(random_live(images, tokens, 0.6, 1))
     x = (torch.randn(images * tokens, width, device=DEVICE) * 2 + 0.5).to(dtype)
     norm = nn.LayerNorm(width, eps=1e-6, device=DEVICE) if normed else None
@@ -101,9 +106,12 @@ def test_the_rough_gelu_is_as_good_as_exact():
 @kernels
 @several_dtypes
 @pytest.mark.parametrize("inner", [96, 70])
-def test_add_linear_touches_only_live_rows(dtype, inner):
+@pytest.mark.parametrize("many", [False, True])
+def test_add_linear_touches_only_live_rows(dtype, inner, many):
     torch.manual_seed(0)
-    images, tokens, inner, width = (3, 40, inner, 64) if not CUDA else (7, 197, 8 * inner, 192)
+    images, tokens, inner, width = (3 if many else 2, 40, inner, 64)
+    if CUDA:
+        images, tokens, inner, width = 40 if many else 7, 197, 8 * inner, 192
     rows = some_rows(random_live(images, tokens, 0.5, 2))
     x = torch.randn(images * tokens, width, device=DEVICE).to(dtype)
     h = torch.randn(images * tokens, inner, device=DEVICE).to(dtype)
@@ -158,18 +166,21 @@ def test_planner_and_supervisor(dtype, images, tokens, share, forcing, seed):
     rows = some_rows(live)
     x = torch.randn(images, tokens, width, device=DEVICE).to(dtype)
     mean, wanted = planner.image_mean(x, rows), planner.image_mean_ref(x, rows)
-    torch.testing.assert_close(mean, wanted, atol=1e-5, rtol=1e-4)
-    weights = [torch.randn(size, device=DEVICE).to(dtype) for size in ((hidden, width), (hidden,), (1,))]
+    torch.testing.assert_close(mean, wanted, atol=1e-5, rtol=max(1e-4, torch.finfo(dtype).eps))
+    sizes = ((hidden, width), (hidden, width), (hidden,), (hidden,), (1,))
+    weights = [torch.randn(size, device=DEVICE).to(dtype) for size in sizes]
     scalars = [torch.tensor(value, device=DEVICE) for value in (0.3, 2.0, -0.1)]
     made_with = planner.Plan(*weights, *scalars, 0.1, layer, 12)
-    context = torch.randn(images, hidden, device=DEVICE).to(dtype)
-    ours, theirs = planner.plan(x, rows, context, made_with), planner.plan_ref(x, rows, context, made_with)
+    ours, theirs = planner.plan(x, rows, wanted, made_with), planner.plan_ref(x, rows, wanted, made_with)
     for mine, its in zip(ours, theirs):
         torch.testing.assert_close(mine[live], its[live], atol=1e-3, rtol=1e-3)
     tap, before = torch.randn(images, tokens, device=DEVICE), torch.rand(images, tokens, device=DEVICE)
     forced = torch.randint(1, 6, (images, tokens), device=DEVICE) if forcing else None
     gamma, beta = torch.tensor(0.7, device=DEVICE), torch.tensor(0.2, device=DEVICE)
-    given_to_both = (tap, theirs[1], before, live, gamma, beta, 3.0, layer, 0.9, 1, forced)
-    for mine, its in zip(planner.halt(*given_to_both), planner.halt_ref(*given_to_both)):
+    given_to_both = (tap, theirs[1], before, live, planner.Halt(gamma, beta, 3.0, layer, 0.9, 1), forced)
+    (*ours, listed), (*theirs, wanted) = planner.halt(*given_to_both), planner.halt_ref(*given_to_both)
+    for mine, its in zip(ours, theirs):
         torch.testing.assert_close(mine[live], its[live], atol=1e-5, rtol=1e-5)
-    assert not planner.halt(*given_to_both)[2][~live].any()
+    assert not ours[2][~live].any()
+    assert listed.starts.tolist() == wanted.starts.tolist()
+    assert listed.live().tolist() == wanted.live().tolist() == ours[2].flatten().nonzero()[:, 0].tolist()

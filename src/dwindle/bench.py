@@ -99,7 +99,8 @@ def static_calls(model: AdaptiveViT, images: Tensor, variants: Sequence[str]) ->
     if "graph" in variants:
         calls["graph"] = captured(partial(vit, images)).replay
     if "compile" in variants:
-        calls["compile"] = partial(torch.compile(vit, mode="max-autotune"), images)
+        # Each size for itself: kernels for any batch would be slower, and the comparison easier than it is.
+        calls["compile"] = partial(torch.compile(vit, mode="max-autotune", dynamic=False), images)
     return {name: calls[name] for name in variants}
 
 

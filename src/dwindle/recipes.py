@@ -21,8 +21,7 @@ def aht_deit_tiny_imagenet() -> Recipe:
     return Recipe(
         model="deit_tiny_patch16_224",
         method="AHT",
-        # The teacher's answers say what tokens are worth; a ponder cost beside a budget only costs accuracy.
-        method_options=_aht(0.67, hidden=192, lambda_p=0.0),
+        method_options=_aht(0.67, hidden=192),
         epochs=1000,
         batch=200,
         lr=5e-5,
@@ -160,7 +159,8 @@ def tiny_test() -> Recipe:
 def _aht(cost: float, **options: Any) -> dict[str, Any]:
     """AHT-ViT for a cost: the less of it, the earlier planners must speak (docs/methods/aht.md, Heirs)."""
     stages = (4, 6, 8) if cost > 0.6 else (2, 4, 6, 8, 10)
-    return {"budget": cost, "stages": stages, "heirs": "nearest", **options}
+    # The teacher's answers say what tokens are worth; a ponder cost beside a budget only costs accuracy.
+    return {"budget": cost, "stages": stages, "heirs": "nearest", "lambda_p": 0.0, **options}
 
 
 def _cifar100() -> Recipe:

@@ -57,6 +57,7 @@ class Tokens:
     keys: Tensor | None = None  # rows, head size: mean over heads of the keys of the block just run
     reader: Callable[[Tensor], Tensor] | None = None  # (B, N, D) -> logits; the loop lends the backbone's
     rows: Rows | None = None  # the live rows as a list on the device, where kernels can go by it
+    listed: tuple[Tensor, Rows] | None = None  # who goes on and the list of them, where a kernel has made both
     compiling: bool = False  # this forward pass is one of many alike: compiling its parts pays
 
     def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Tokens:
@@ -170,7 +171,7 @@ class Tokens:
 
     def forget(self) -> dict[str, Any]:
         """What belonged to the block just run."""
-        return {"tap": None, "attention": None, "keys": None}
+        return {"tap": None, "attention": None, "keys": None, "listed": None}
 
     @property
     def value(self) -> Tensor:

@@ -7,6 +7,7 @@ that asks the host) or does not pay (measured once for each size) runs as the ea
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import weakref
 from collections import OrderedDict
@@ -24,7 +25,7 @@ from ..ops.rows import ACTIVATIONS, available
 from ..tokens import Packed, Where
 from ..trace import Trace
 from .block import Ready
-from .live import Live
+from .live import Live, everyone
 
 if TYPE_CHECKING:
     from ..model import AdaptiveViT, Output
@@ -39,8 +40,9 @@ class Engine:
         self._model = weakref.ref(model)  # the model owns its engine
         self._paths: OrderedDict[tuple, Path] = OrderedDict()
         self._ready: dict[nn.Module, Ready] = {}
-        self._modules: list[nn.Module] = []
-        self._unfolded: set[nn.Module] = set()
+        self._children: list[dict[str, Any]] = []  # tables of modules and of tensors, looked through at every call
+        self._weights: list[dict[str, Any]] = []
+        self._settings: list[dict[str, Any]] = []
         self._folded: tuple = ()
         self._pool: Any = None
         self._turn = threading.Lock()
@@ -68,7 +70,7 @@ class Engine:
             path = self._renewed(key, images, depths)
             out = path(images, depths)
         self._paths.move_to_end(key)
-        if self.model.checks and isinstance(path, Recording) and not bool(path.finite):
+        if self.model.checks and isinstance(path, Recording) and not math.isfinite(path.total.item()):
             self.model.check_logits(out.logits, images)
         return out
 
@@ -83,19 +85,23 @@ class Engine:
         return path
 
     def _state(self, afresh: bool = False) -> tuple:
-        """Where every weight lies and, of the backbone's, how often it was written to; the method's are read where
-        they lie. A call of `vit.head = ...` exchanges a module."""
+        """Which modules there are, where every weight lies and, of the backbone's, how often it was written to; the
+        method's are read where they lie."""
         if afresh:
-            self._modules = list(self.model.modules())
-            self._unfolded = set(self.model.method.modules())
-        children = tuple(id(child) for module in self._modules for child in module._modules.values())
-        marks = tuple(
-            (w.data_ptr(), 0 if m in self._unfolded or w.is_inference() else w._version, w.dtype)
-            for m in self._modules
-            for w in (*m._parameters.values(), *m._buffers.values())
-            if w is not None
+            modules, unfolded = list(self.model.modules()), set(self.model.method.modules())
+            self._children = [m._modules for m in modules]
+            self._weights = [t for m in modules for t in (m._parameters, m._buffers) if t and m not in unfolded]
+            self._settings = [t for m in unfolded for t in (m._parameters, m._buffers) if t]
+        return (
+            [id(child) for table in self._children for child in table.values()],
+            [
+                (w.data_ptr(), 0 if w.is_inference() else w._version)
+                for table in self._weights
+                for w in table.values()
+                if w is not None
+            ],
+            [w.data_ptr() for table in self._settings for w in table.values() if w is not None],
         )
-        return children, marks
 
     def _best(self, images: Tensor, depths: Tensor | None) -> Path:
         """The faster of the recording and the eager packed path, on these images."""
@@ -160,7 +166,7 @@ class Recording:
         def forward() -> None:
             with cut_by_matmul(model.vit):
                 out = model.run(self.images, start, self.depths)
-            self.finite = out.logits.isfinite().all()
+            self.total = out.logits.sum(dtype=torch.float32)  # finite if they all are
             trace = out.trace
             # One tensor of each kind: what is copied out per call are these, not hundreds of sheets.
             self.out = out
@@ -171,6 +177,7 @@ class Recording:
             self.exits = torch.stack(trace.exits) if trace.exits else None
 
         self.graph = captured(forward, pool)
+        self.begun = everyone(*self.out.trace.shape, images.device)  # the graph reads them where they lie
 
     def __call__(self, images: Tensor, depths: Tensor | None = None) -> Output:
         with self.turn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,14 @@ from ..tokens import Masked
 from .block import Ready
 
 
+@lru_cache(8)
+def everyone(images: int, count: int, device: torch.device) -> tuple[Tensor, Rows]:
+    """How every forward pass begins. Nobody writes to these."""
+    live = torch.ones(images, count, dtype=torch.bool, device=device)
+    every = torch.arange(images * count, dtype=torch.int32, device=device)
+    return live, Rows(every, torch.arange(0, images * count + 1, count, dtype=torch.int32, device=device))
+
+
 @dataclass
 class Live(Masked):
     ready: dict[nn.Module, Ready] = field(default_factory=dict)
@@ -25,10 +34,8 @@ class Live(Masked):
     @staticmethod
     def begin(x_BND: Tensor, prefix: int, ready: dict[nn.Module, Ready]) -> Live:
         images, count, _ = x_BND.shape
-        live = torch.ones(images, count, dtype=torch.bool, device=x_BND.device)
-        every = torch.arange(images * count, dtype=torch.int32, device=live.device)
-        starts = torch.arange(0, images * count + 1, count, dtype=torch.int32, device=live.device)
-        return Live(x_BND.contiguous(), (images, count), prefix, live=live, ready=ready, rows=Rows(every, starts))
+        live, rows = everyone(images, count, x_BND.device)
+        return Live(x_BND.contiguous(), (images, count), prefix, live=live, ready=ready, rows=rows)
 
     def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Live:
         ready = self.ready.get(block)
@@ -73,5 +80,6 @@ class Live(Masked):
     def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Live:
         if keep is None:
             return replace(self, **self.forget())
-        rows, live = compact(self.live, keep)
+        made = self.listed
+        rows, live = (made[1], keep) if made is not None and made[0] is keep else compact(self.live, keep)
         return replace(self, live=live, rows=rows, whole=False, **self.forget())

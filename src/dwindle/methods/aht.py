@@ -15,7 +15,7 @@ from .. import ranks
 from ..backbones.base import Shape
 from ..cost import budget_share
 from ..errors import unknown
-from ..ops.planner import Plan, halt, image_mean
+from ..ops.planner import Halt, Plan, halt, image_mean
 from ..ops.planner import plan as plan_rows
 from ..tokens import Tokens
 from ..trace import Trace
@@ -214,9 +214,11 @@ class AHT(Method):
 
     def start(self, tokens: Tokens) -> Tokens:
         tokens.tapped, tokens.tap_detached = self.neuron, self.detach
-        zero = torch.zeros_like(wide(tokens.x[..., 0]))
+        zero = torch.zeros_like(x := tokens.x[..., 0], dtype=torch.promote_types(x.dtype, torch.float32))
         tokens.notes["cumulative"] = zero
-        tokens.notes["plan"] = zero + self.shape.blocks  # until a planner has spoken, everyone goes to the end
+        tokens.notes["plan"] = torch.full_like(
+            zero, self.shape.blocks
+        )  # until a planner has spoken, everyone goes to the end
         if self.straight_through and self.training:
             tokens.notes["survival"] = zero + 1
         if self.heirs != "none":
@@ -244,9 +246,10 @@ class AHT(Method):
         tap, plan, before = tokens.tap, tokens.notes["plan"], tokens.notes["cumulative"]
         assert tap is not None
         if tokens.rows is not None:
-            limits = (self.follow, layer, self.threshold, 0 if self.halt_class else tokens.prefix)
-            scalars = (self.gamma, self.beta)
-            score, total, keep = halt(tap, plan, before, tokens.counted, *scalars, *limits, tokens.notes.get("forced"))
+            prefix = 0 if self.halt_class else tokens.prefix
+            rule = Halt(self.gamma, self.beta, self.follow, layer, self.threshold, prefix)
+            score, total, keep, rows = halt(tap, plan, before, tokens.counted, rule, tokens.notes.get("forced"))
+            tokens.listed = (keep, rows)
         else:
             score = torch.sigmoid(self.gamma * (wide(tap) + self.follow * (layer - plan)) + self.beta)
             total = before + score
@@ -262,12 +265,21 @@ class AHT(Method):
         planner: Any = self.planners[str(layer)]
         blocks = self.shape.blocks
         if tokens.rows is not None and self.relative:
-            context = planner.context(image_mean(tokens.x, tokens.rows).to(tokens.x.dtype)) + planner.token.bias
-            moments = (planner.mean, planner.deviation, self.bar)
             made_with = Plan(
-                planner.token.weight, planner.out.weight[0], planner.out.bias, *moments, self.softness, layer, blocks
+                planner.token.weight,
+                planner.context.weight,
+                planner.token.bias,
+                planner.out.weight[0],
+                planner.out.bias,
+                planner.mean,
+                planner.deviation,
+                self.bar,
+                self.softness,
+                layer,
+                blocks,
             )
-            standing, tokens.notes["plan"] = plan_rows(tokens.x, tokens.rows, context, made_with)
+            mean = image_mean(tokens.x, tokens.rows)
+            standing, tokens.notes["plan"] = plan_rows(tokens.x, tokens.rows, mean, made_with)
             return {"plan": tokens.notes["plan"], "standing": standing}
         x = tokens.x.detach() if self.detach else tokens.x
         if not self.relative:

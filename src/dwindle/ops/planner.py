@@ -10,33 +10,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .rows import Rows, available, kernels, power_of_two, precision
+from .rows import Rows, available, compact_ref, few, kernels, listed, overlapping, power_of_two, precision
 
 
 def image_mean_ref(x_BND: Tensor, rows: Rows) -> Tensor:
-    """(B, D) float32: mean over the live rows of each image; 0 for an image with none."""
+    """(B, D): mean over the live rows of each image; 0 for an image with none."""
     images, tokens, width = x_BND.shape
     live = rows.live()
     sums = torch.zeros(images, width, device=x_BND.device)
     sums.index_add_(0, live // tokens, x_BND.reshape(-1, width)[live].float())
-    return sums / rows.starts.diff().clamp_min(1)[:, None]
+    return (sums / rows.starts.diff().clamp_min(1)[:, None]).to(x_BND.dtype)
 
 
 def image_mean(x_BND: Tensor, rows: Rows) -> Tensor:
     if not available(x_BND):
         return image_mean_ref(x_BND, rows)
     images, _, width = x_BND.shape
-    mean = torch.empty(images, width, device=x_BND.device)
+    mean = x_BND.new_empty(images, width)
     kernels().image_mean_kernel[(images, -(-width // 64))](
-        x_BND, rows.rows_R, rows.starts, mean, width, BT=32, BD=64, num_warps=4
+        x_BND, rows.rows_R, rows.starts, mean, width, BT=32, BD=64, num_warps=4, **overlapping(x_BND)
     )
     return mean
 
 
 class Plan(NamedTuple):
-    """What plans are made with: the planner's second half, its running moments, and the method's bar."""
+    """What plans are made with: the planner's weights, its running moments, and the method's bar."""
 
     token: Tensor  # (hidden, D)
+    context: Tensor  # (hidden, D), for the mean over the image
+    bias: Tensor  # (hidden)
     out: Tensor  # (hidden)
     shift: Tensor  # (1)
     mean: Tensor
@@ -47,11 +49,12 @@ class Plan(NamedTuple):
     blocks: int
 
 
-def plan_ref(x_BND: Tensor, rows: Rows, context_BH: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """(B, N) each, on live rows: standing, that of relu(W x + context of the image) . w + b; and the planned depth."""
+def plan_ref(x_BND: Tensor, rows: Rows, mean_BD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """(B, N) each, on live rows: standing, that of relu(W x + C mean + b) . w + c; and the planned depth."""
     images, tokens, width = x_BND.shape
     live = rows.live()
-    hidden = x_BND.reshape(-1, width)[live].float() @ plan.token.float().T + context_BH.float()[live // tokens]
+    context = mean_BD.float() @ plan.context.float().T + plan.bias.float()
+    hidden = x_BND.reshape(-1, width)[live].float() @ plan.token.float().T + context[live // tokens]
     value = torch.relu(hidden) @ plan.out.float() + plan.shift.float()
     standing = (value - plan.mean.float()) / plan.deviation.float()
     go = torch.sigmoid((standing - plan.bar.float()) / plan.softness)
@@ -61,9 +64,9 @@ def plan_ref(x_BND: Tensor, rows: Rows, context_BH: Tensor, plan: Plan) -> tuple
     return sheets[0].view(images, tokens), sheets[1].view(images, tokens)
 
 
-def plan(x_BND: Tensor, rows: Rows, context_BH: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def plan(x_BND: Tensor, rows: Rows, mean_BD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     if not available(x_BND) or len(plan.token) > 256:
-        return plan_ref(x_BND, rows, context_BH, plan)
+        return plan_ref(x_BND, rows, mean_BD, plan)
     images, tokens, width = x_BND.shape
     standing, planned = torch.empty(2, images, tokens, device=x_BND.device)
     capacity, hidden = images * tokens, len(plan.token)
@@ -72,8 +75,10 @@ def plan(x_BND: Tensor, rows: Rows, context_BH: Tensor, plan: Plan) -> tuple[Ten
         x_BND,
         rows.rows_R,
         rows.count,
+        mean_BD,
         plan.token,
-        context_BH,
+        plan.context,
+        plan.bias,
         plan.out,
         plan.shift,
         plan.mean,
@@ -92,50 +97,45 @@ def plan(x_BND: Tensor, rows: Rows, context_BH: Tensor, plan: Plan) -> tuple[Ten
         BH=power_of_two(hidden, 16),
         BK=32,
         num_warps=4,
+        **overlapping(x_BND),
     )
     return standing, planned
 
 
+class Halt(NamedTuple):
+    """What scores are made of and held against. prefix: tokens that never halt."""
+
+    gamma: Tensor
+    beta: Tensor
+    follow: float
+    layer: int
+    threshold: float
+    prefix: int
+
+
 def halt_ref(
-    tap_BN: Tensor,
-    plan_BN: Tensor,
-    sum_BN: Tensor,
-    live_BN: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    follow: float,
-    layer: int,
-    threshold: float,
-    prefix: int,
-    forced_BN: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, their sums and who goes on. prefix: tokens that never halt."""
-    score = torch.sigmoid(gamma * (tap_BN.float() + follow * (layer - plan_BN)) + beta)
+    tap_BN: Tensor, plan_BN: Tensor, sum_BN: Tensor, live_BN: Tensor, rule: Halt, forced_BN: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Rows]:
+    """Scores, their sums, and who goes on, as a sheet and as a list."""
+    score = torch.sigmoid(rule.gamma * (tap_BN.float() + rule.follow * (rule.layer - plan_BN)) + rule.beta)
     total = sum_BN + score
-    keep = total < threshold if forced_BN is None else forced_BN > layer
+    keep = total < rule.threshold if forced_BN is None else forced_BN > rule.layer
     if forced_BN is None:
-        keep[:, :prefix] = True
-    return score, total, keep & live_BN
+        keep[:, : rule.prefix] = True
+    rows, live = compact_ref(live_BN, keep)
+    return score, total, live, rows
 
 
 def halt(
-    tap_BN: Tensor,
-    plan_BN: Tensor,
-    sum_BN: Tensor,
-    live_BN: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    follow: float,
-    layer: int,
-    threshold: float,
-    prefix: int,
-    forced_BN: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    tap_BN: Tensor, plan_BN: Tensor, sum_BN: Tensor, live_BN: Tensor, rule: Halt, forced_BN: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Rows]:
     if not available(tap_BN):
-        return halt_ref(tap_BN, plan_BN, sum_BN, live_BN, gamma, beta, follow, layer, threshold, prefix, forced_BN)
+        return halt_ref(tap_BN, plan_BN, sum_BN, live_BN, rule, forced_BN)
     images, tokens = tap_BN.shape
-    score, total = torch.empty_like(sum_BN), torch.empty_like(sum_BN)
-    keep = torch.empty_like(live_BN)
+    score, total, new = torch.empty_like(sum_BN), torch.empty_like(sum_BN), torch.empty_like(live_BN)
+    counts, starts, rows = (
+        torch.empty(n, dtype=torch.int32, device=new.device) for n in (images, images + 1, new.numel())
+    )
     kernels().halt_kernel[(images,)](
         tap_BN,
         plan_BN,
@@ -144,16 +144,26 @@ def halt(
         tap_BN if forced_BN is None else forced_BN,
         score,
         total,
-        keep.view(torch.uint8),
-        gamma,
-        beta,
-        float(follow),
-        layer,
-        float(threshold),
+        new.view(torch.uint8),
+        counts,
+        rows,
+        starts,
+        rule.gamma,
+        rule.beta,
+        float(rule.follow),
+        rule.layer,
+        float(rule.threshold),
+        images,
         tokens,
-        prefix,
+        rule.prefix,
         FORCED=forced_BN is not None,
+        LIST=few(images),
         BN=power_of_two(tokens),
+        BB=1024,
         num_warps=4,
+        **overlapping(tap_BN),
     )
-    return score, total, keep
+    if few(images):
+        return score, total, new, Rows(rows, starts)
+    sheet = new.view(torch.uint8)
+    return score, total, new, listed(sheet, sheet, counts)[0]

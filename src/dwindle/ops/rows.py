@@ -105,45 +105,14 @@ def normed_linear(
 ) -> Tensor:
     if not available(x_RD):
         return normed_linear_ref(x_RD, rows, layer, act, tap_R, neuron)
-    triton = kernels()
     (capacity, width), out = x_RD.shape, len(layer.bias)
-    y = x_RD.new_empty(capacity, out)
-    mean = rstd = y
-    norm = "none" if layer.column is None else "inline"
     tile = linear_tile(capacity, out, width, x_RD.dtype)
-    if norm == "inline" and tile.moments:
-        norm = "given"
-        mean, rstd = (torch.empty(capacity, device=x_RD.device) for _ in range(2))
-        block = power_of_two(width)
-        triton.moments_kernel[(-(-capacity // 8),)](
-            x_RD, rows.rows_R, rows.count, mean, rstd, layer.eps, width, BM=8, BK=block, num_warps=4
-        )
-    triton.normed_linear_kernel[(-(-capacity // tile.m) * -(-out // tile.n),)](
-        x_RD,
-        rows.rows_R,
-        rows.count,
-        layer.weight,
-        layer.bias,
-        layer.bias if layer.column is None else layer.column,
-        mean,
-        rstd,
-        y,
-        y if tap_R is None else tap_R,
-        neuron,
-        layer.eps,
-        out,
-        width,
-        NORM=norm,
-        TAP=tap_R is not None,
-        ACT="gelu_rough" if act == "gelu" and x_RD.dtype != torch.float32 else act,
-        PRECISION=precision(x_RD),
-        EVEN=out % tile.n == 0 and width % tile.k == 0,
-        BM=tile.m,
-        BN=tile.n,
-        BK=tile.k,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    y = x_RD.new_empty(capacity, out)
+    act = "gelu_rough" if act == "gelu" and x_RD.dtype != torch.float32 else act
+    if tile.persistent and layer.column is not None:
+        _persistent(_normed(x_RD, rows, layer, tap_R, neuron), y, x_RD, rows, layer, layer.bias, act, tile)
+    else:
+        _tiled(x_RD, y, x_RD, rows, layer, layer.bias, act, tile, tap_R, neuron)
     return y
 
 
@@ -157,25 +126,107 @@ def add_linear_ref(x_RD: Tensor, rows: Rows, h: Tensor, layer: Affine, scale: Te
 def add_linear(x_RD: Tensor, rows: Rows, h: Tensor, layer: Affine, scale: Tensor) -> None:
     if not available(x_RD):
         return add_linear_ref(x_RD, rows, h, layer, scale)
-    (capacity, inner), out = h.shape, x_RD.shape[1]
-    tile = linear_tile(capacity, out, inner, h.dtype)
-    kernels().add_linear_kernel[(-(-capacity // tile.m) * -(-out // tile.n),)](
-        h,
+    tile = linear_tile(len(h), x_RD.shape[1], h.shape[1], h.dtype)
+    (_persistent if tile.persistent else _tiled)(h, None, x_RD, rows, layer, scale, "none", tile)
+
+
+def _normed(x_RD: Tensor, rows: Rows, layer: Affine, tap_R: Tensor | None, neuron: int) -> Tensor:
+    """Live rows with mean 0 and deviation 1, compact."""
+    (capacity, width), many = x_RD.shape, 4
+    y = torch.empty_like(x_RD)
+    kernels().norm_rows_kernel[(-(-capacity // many),)](
+        x_RD,
+        rows.rows_R,
+        rows.count,
+        y,
+        layer.weight,
+        layer.bias,
+        y if tap_R is None else tap_R,
+        neuron,
+        layer.eps,
+        width,
+        TAP=tap_R is not None,
+        BM=many,
+        BK=power_of_two(width),
+        num_warps=4,
+        **overlapping(x_RD),
+    )
+    return y
+
+
+def _tiled(
+    a: Tensor,
+    y: Tensor | None,
+    x_RD: Tensor,
+    rows: Rows,
+    layer: Affine,
+    scale: Tensor,
+    act: str,
+    tile: Tile,
+    tap_R: Tensor | None = None,
+    neuron: int = 0,
+) -> None:
+    """A program for each tile, a LayerNorm on the way. y = None: added to x."""
+    out, inner = layer.weight.shape
+    kernels().linear_kernel[(-(-len(a) // tile.m) * -(-out // tile.n),)](
+        a,
         x_RD,
         rows.rows_R,
         rows.count,
         layer.weight,
         layer.bias,
+        layer.bias if layer.column is None else layer.column,
         scale,
+        x_RD if y is None else y,
+        x_RD if tap_R is None else tap_R,
+        neuron,
+        layer.eps,
         out,
         inner,
-        PRECISION=precision(h),
+        ADD=y is None,
+        NORM=layer.column is not None,
+        TAP=tap_R is not None,
+        ACT=act,
+        PRECISION=precision(a),
         EVEN=out % tile.n == 0 and inner % tile.k == 0,
         BM=tile.m,
         BN=tile.n,
         BK=tile.k,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **overlapping(a),
+    )
+
+
+def _persistent(
+    a: Tensor, y: Tensor | None, x_RD: Tensor, rows: Rows, layer: Affine, scale: Tensor, act: str, tile: Tile
+) -> None:
+    """For many rows: programs that stay. y = None: added to x."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    out, inner = layer.weight.shape
+    programs = min(tile.persistent * multiprocessors(a.device), -(-len(a) // tile.m) * -(-out // tile.n))
+    rows_of_a = TensorDescriptor.from_tensor(a, [tile.m, tile.k])
+    kernels().persistent_kernel[(programs,)](
+        rows_of_a,
+        TensorDescriptor.from_tensor(layer.weight, [tile.n, tile.k]),
+        rows_of_a if y is None else TensorDescriptor.from_tensor(y, [tile.m, tile.n]),
+        x_RD,
+        rows.rows_R,
+        rows.count,
+        layer.bias,
+        scale,
+        out,
+        inner,
+        ADD=y is None,
+        ACT=act,
+        PRECISION=precision(a),
+        BM=tile.m,
+        BN=tile.n,
+        BK=tile.k,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **overlapping(a),
     )
 
 
@@ -247,6 +298,7 @@ def attend_rows(
         BE=power_of_two(size, 16),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **overlapping(qkv),
     )
     return out
 
@@ -268,18 +320,37 @@ def compact(live_BN: Tensor, keep_BN: Tensor) -> tuple[Rows, Tensor]:
     if not available(live_BN):
         return compact_ref(live_BN, keep_BN)
     images, tokens = live_BN.shape
-    block = power_of_two(tokens)
     live, keep = live_BN.view(torch.uint8), keep_BN.contiguous().view(torch.uint8)
-    rows = torch.empty(images * tokens, dtype=torch.int32, device=live.device)
-    starts = torch.empty(images + 1, dtype=torch.int32, device=live.device)
+    if few(images):
+        return listed(live, keep, None)
+    counts = torch.empty(images, dtype=torch.int32, device=live.device)
+    kernels().count_kernel[(images,)](live, keep, counts, tokens, BN=power_of_two(tokens), **overlapping(live))
+    return listed(live, keep, counts)
+
+
+def few(images: int) -> bool:
+    """So few that each counts the rows of those before it itself, which saves a launch."""
+    return images <= (2 if interpreted() else 32)
+
+
+def listed(live: Tensor, keep: Tensor, counts: Tensor | None) -> tuple[Rows, Tensor]:
+    """counts: of the rows kept in each image, if known."""
+    images, tokens = live.shape
+    rows, starts = (torch.empty(n, dtype=torch.int32, device=live.device) for n in (live.numel(), images + 1))
     new = torch.empty_like(live)
-    # Few images: each counts those before it itself, which saves a launch.
-    counted = images > (1 if interpreted() else 32)
-    counts = torch.empty(images if counted else 0, dtype=torch.int32, device=live.device)
-    if counted:
-        kernels().count_kernel[(images,)](live, keep, counts, tokens, BN=block)
     kernels().compact_kernel[(images,)](
-        live, keep, counts, rows, starts, new, images, tokens, COUNTED=counted, BN=block, BB=1024
+        live,
+        keep,
+        live if counts is None else counts,
+        rows,
+        starts,
+        new,
+        images,
+        tokens,
+        COUNTED=counts is not None,
+        BN=power_of_two(tokens),
+        BB=1024,
+        **overlapping(live),
     )
     return Rows(rows, starts), new.view(torch.bool)
 
@@ -290,24 +361,35 @@ class Tile(NamedTuple):
     k: int
     warps: int
     stages: int
-    moments: bool = False  # of a norm in a launch of their own
+    persistent: int = 0  # programs per multiprocessor that stay for tile after tile; 0: a program for each tile
 
 
 def linear_tile(rows: int, out: int, inner: int, dtype: torch.dtype) -> Tile:
     """How a linear layer is cut, as measured on an H200 (benchmarks/tiles.py): small batches want many programs, large
     ones large tiles."""
     if interpreted():
-        return Tile(32, 32, 32, 4, 1, moments=rows > 100)
+        return Tile(32, 32, 32, 4, 1, persistent=int(rows > 100 and out % 8 == inner % 8 == 0))
     if dtype == torch.float32:
         return Tile(64, 64, 32, 4, 2)
     widening = out > inner
     if rows <= 512:
         return Tile(64, 64, 64, 4, 4) if widening else Tile(32, 32, 128, 4, 4)
+    if not can_describe(out, inner):
+        return Tile(64, 64, 64, 4, 4) if rows <= 2048 else Tile(128, 128, 64, 8, 3)
     if rows <= 2048:
-        return Tile(64, 128, 64, 4, 4) if widening else Tile(64, 32, 64, 4, 4)
+        return Tile(64, 64, 128, 4, 3, persistent=2) if widening else Tile(64, 64, 64, 4, 4)
     if rows <= 8192:
-        return Tile(128, 128, 32, 8, 4, moments=True) if widening else Tile(64, 64, 64, 4, 4)
-    return Tile(128, 128, 64, 8, 3, moments=True) if widening else Tile(128, 128, 64, 4, 3)
+        return Tile(128, 64, 64, 4, 4, persistent=2 if out >= inner else 1000)
+    if out == 3 * inner:
+        return Tile(256, 128, 64, 8, 3, persistent=1)
+    if out < inner:
+        return Tile(128, 128, 64, 8, 4, persistent=1)
+    return Tile(128, 64, 64, 4, 4, persistent=2)
+
+
+def can_describe(out: int, inner: int) -> bool:
+    """Whether Hopper's copy engine takes rows of these sizes."""
+    return torch.cuda.get_device_capability() >= (9, 0) and out % 8 == inner % 8 == 0
 
 
 def attention_tile(longest: int, size: int, images: int, dtype: torch.dtype) -> Tile:
@@ -317,7 +399,9 @@ def attention_tile(longest: int, size: int, images: int, dtype: torch.dtype) -> 
         return Tile(32, 32, 0, 4, 1)
     if size > 64:
         return Tile(64, 64, 0, 4, 2)
-    return Tile(64, 64 if images <= 32 else 32, 0, 4, 3)
+    if images <= 2:
+        return Tile(16, 128, 0, 4, 2)
+    return Tile(64 if images <= 16 else 128, 32, 0, 4, 3)
 
 
 def interpreted() -> bool:
@@ -341,6 +425,17 @@ def kernels() -> Any:
     except ImportError:
         return None
     return rows_triton
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def overlapping(x: Tensor) -> dict[str, bool]:
+    """How kernels are launched: from Hopper on, set up while the one before still runs."""
+    able = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
 def precision(x: Tensor) -> str:

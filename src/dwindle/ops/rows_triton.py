@@ -6,6 +6,7 @@ device memory, ends at once: so the host need not know the count, and the whole 
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -39,7 +40,33 @@ def activate(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def moments_kernel(x_ptr, rows_ptr, count_ptr, mean_ptr, rstd_ptr, eps, K, BM: tl.constexpr, BK: tl.constexpr):
+def meet(PDL: tl.constexpr):
+    """Programmatic dependent launch: programs are set up while the kernel before still runs, and wait here for it. So
+    this comes before the first look at memory; and the kernel after may be set up from here on."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def norm_rows_kernel(
+    x_ptr,
+    rows_ptr,
+    count_ptr,
+    y_ptr,
+    w_ptr,
+    b_ptr,
+    tap_ptr,
+    neuron,
+    eps,
+    K,
+    TAP: tl.constexpr,
+    PDL: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Rows with mean 0 and deviation 1, compact; and one neuron of the linear layer they go into."""
+    meet(PDL)
     live = tl.load(count_ptr)
     begin = tl.program_id(0) * BM
     if begin >= live:
@@ -47,40 +74,45 @@ def moments_kernel(x_ptr, rows_ptr, count_ptr, mean_ptr, rstd_ptr, eps, K, BM: t
     t = begin + tl.arange(0, BM)
     row = tl.load(rows_ptr + t, mask=t < live, other=0).to(tl.int64)
     k = tl.arange(0, BK)
-    x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask=(t < live)[:, None] & (k < K)[None, :], other=0.0)
-    x = x.to(tl.float32)
+    inside = (t < live)[:, None] & (k < K)[None, :]
+    x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(x, 1) / K
     away = tl.where((k < K)[None, :], x - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(away * away, 1) / K + eps)
-    tl.store(mean_ptr + t, mean, mask=t < live)
-    tl.store(rstd_ptr + t, rstd, mask=t < live)
+    y = (away * tl.rsqrt(tl.sum(away * away, 1) / K + eps)[:, None]).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + t.to(tl.int64)[:, None] * K + k[None, :], y, mask=inside)
+    if TAP:
+        w = tl.load(w_ptr + neuron * K + k, mask=k < K, other=0.0).to(tl.float32)
+        tl.store(tap_ptr + row, tl.sum(y.to(tl.float32) * w[None, :], 1) + tl.load(b_ptr + neuron), mask=t < live)
 
 
 @triton.jit
-def normed_linear_kernel(
+def linear_kernel(
+    a_ptr,
     x_ptr,
     rows_ptr,
     count_ptr,
     w_ptr,
     b_ptr,
     c_ptr,
-    mean_ptr,
-    rstd_ptr,
+    s_ptr,
     y_ptr,
     tap_ptr,
     neuron,
     eps,
     N,
     K,
-    NORM: tl.constexpr,  # none | inline: moments on the way | given: read them
+    ADD: tl.constexpr,  # x += s * (a W + b), a compact; else y = act(norm(x) W + b), y compact
+    NORM: tl.constexpr,
     TAP: tl.constexpr,
     ACT: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN: tl.constexpr,  # BN divides N and BK divides K
+    PDL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
+    meet(PDL)
     live = tl.load(count_ptr)
     columns = tl.cdiv(N, BN)
     begin = (tl.program_id(0) // columns) * BM
@@ -90,94 +122,92 @@ def normed_linear_kernel(
     n = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     row = tl.load(rows_ptr + t, mask=t < live, other=0).to(tl.int64)
-    x_at = x_ptr + row[:, None] * K + k[None, :]
+    # Beyond the live ones the first is read, which is there, and nothing is written.
+    a_at = (a_ptr + tl.where(t < live, t, 0).to(tl.int64)[:, None] * K) if ADD else (x_ptr + row[:, None] * K)
+    a_at += k[None, :]
     w_at = w_ptr + n[None, :] * K + k[:, None]
     acc = tl.zeros((BM, BN), tl.float32)
     first = tl.zeros((BM,), tl.float32)
     second = tl.zeros((BM,), tl.float32)
     for begin_k in range(0, K, BK):
-        if EVEN:  # rows beyond the live ones read row 0, which is there, and are not written
-            x = tl.load(x_at)
+        if EVEN:
+            a = tl.load(a_at)
             w = tl.load(w_at)
         else:
             inside = k < K - begin_k
-            x = tl.load(x_at, mask=inside[None, :], other=0.0)
+            a = tl.load(a_at, mask=inside[None, :], other=0.0)
             w = tl.load(w_at, mask=(n < N)[None, :] & inside[:, None], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
-        if NORM == "inline":
-            wide = x.to(tl.float32)
+        acc = tl.dot(a, w, acc, input_precision=PRECISION)
+        if NORM:
+            wide = a.to(tl.float32)
             first += tl.sum(wide, 1)
             second += tl.sum(wide * wide, 1)
-        x_at += BK
+        a_at += BK
         w_at += BK
-    if NORM == "inline":
+    if NORM:
+        # W (x - mean) = W x - mean * (row sums of W)
         mean = first / K
         rstd = tl.rsqrt(tl.maximum(second / K - mean * mean, 0.0) + eps)
-    if NORM == "given":
-        mean = tl.load(mean_ptr + t, mask=t < live, other=0.0)
-        rstd = tl.load(rstd_ptr + t, mask=t < live, other=0.0)
-    if NORM != "none":
-        # W (x - mean) = W x - mean * (row sums of W)
         c = tl.load(c_ptr + n, mask=n < N, other=0.0)
         acc = (acc - mean[:, None] * c[None, :]) * rstd[:, None]
     acc += tl.load(b_ptr + n, mask=n < N, other=0.0)[None, :]
     inside = (t < live)[:, None] & (n < N)[None, :]
-    if TAP:  # noqa: SIM102 (known when compiled; the next is not)
-        if tl.program_id(0) % columns == neuron // BN:
-            tl.store(tap_ptr + row, tl.sum(tl.where((n == neuron)[None, :], acc, 0.0), 1), mask=t < live)
-    acc = activate(acc, ACT)
-    tl.store(y_ptr + t.to(tl.int64)[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=inside)
+    if ADD:
+        acc *= tl.load(s_ptr + n, mask=n < N, other=0.0)[None, :]
+        x_at = x_ptr + row[:, None] * N + n[None, :]
+        acc += tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(x_at, acc.to(x_ptr.dtype.element_ty), mask=inside)
+    else:
+        if TAP:  # noqa: SIM102 (known when compiled; the next is not)
+            if tl.program_id(0) % columns == neuron // BN:
+                tl.store(tap_ptr + row, tl.sum(tl.where((n == neuron)[None, :], acc, 0.0), 1), mask=t < live)
+        y_at = y_ptr + t.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(y_at, activate(acc, ACT).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def add_linear_kernel(
-    h_ptr,
+def persistent_kernel(
+    a,
+    w,
+    y,
     x_ptr,
     rows_ptr,
     count_ptr,
-    w_ptr,
     b_ptr,
     s_ptr,
     N,
     K,
+    ADD: tl.constexpr,  # as above
+    ACT: tl.constexpr,
     PRECISION: tl.constexpr,
-    EVEN: tl.constexpr,  # BN divides N and BK divides K
+    PDL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
+    """As many programs as the chip runs at once, each for tile after tile. a, w and y are descriptors: Hopper's
+    copy engine moves whole tiles, 0 beyond their ends, while the tile before is finished."""
+    meet(PDL)
     live = tl.load(count_ptr)
     columns = tl.cdiv(N, BN)
-    begin = (tl.program_id(0) // columns) * BM
-    if begin >= live:
-        return
-    t = begin + tl.arange(0, BM)
-    n = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    # Entries beyond the live ones hold anything: the first is read in their place, and nothing is written.
-    entry = tl.where(t < live, t, 0).to(tl.int64)
-    h_at = h_ptr + entry[:, None] * K + k[None, :]
-    w_at = w_ptr + n[None, :] * K + k[:, None]
-    acc = tl.zeros((BM, BN), tl.float32)
-    for begin_k in range(0, K, BK):
-        if EVEN:
-            h = tl.load(h_at)
-            w = tl.load(w_at)
-        else:
-            inside = k < K - begin_k
-            h = tl.load(h_at, mask=inside[None, :], other=0.0)
-            w = tl.load(w_at, mask=(n < N)[None, :] & inside[:, None], other=0.0)
-        acc = tl.dot(h, w, acc, input_precision=PRECISION)
-        h_at += BK
-        w_at += BK
-    acc = (acc + tl.load(b_ptr + n, mask=n < N, other=0.0)[None, :]) * tl.load(s_ptr + n, mask=n < N, other=0.0)[
-        None, :
-    ]
-    row = tl.load(rows_ptr + t, mask=t < live, other=0).to(tl.int64)
-    inside = (t < live)[:, None] & (n < N)[None, :]
-    x_at = x_ptr + row[:, None] * N + n[None, :]
-    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(x_at, (x + acc).to(x_ptr.dtype.element_ty), mask=inside)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(live, BM) * columns, tl.num_programs(0), flatten=True):
+        begin = (tile // columns) * BM
+        begin_n = (tile % columns) * BN
+        acc = tl.zeros((BM, BN), tl.float32)
+        for begin_k in range(0, K, BK):
+            acc = tl.dot(a.load([begin, begin_k]), w.load([begin_n, begin_k]).T, acc, input_precision=PRECISION)
+        n = begin_n + tl.arange(0, BN)
+        acc += tl.load(b_ptr + n, mask=n < N, other=0.0)[None, :]
+        if ADD:
+            acc *= tl.load(s_ptr + n, mask=n < N, other=0.0)[None, :]
+            t = begin + tl.arange(0, BM)
+            row = tl.load(rows_ptr + t, mask=t < live, other=0).to(tl.int64)
+            inside = (t < live)[:, None] & (n < N)[None, :]
+            x_at = x_ptr + row[:, None] * N + n[None, :]
+            acc += tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(x_at, acc.to(x_ptr.dtype.element_ty), mask=inside)
+        else:  # entries beyond the live ones may be written: they mean nothing
+            y.store([begin, begin_n], activate(acc, ACT).to(y.dtype))
 
 
 @triton.jit
@@ -210,10 +240,12 @@ def attend_kernel(
     BIAS: tl.constexpr,
     QK_NORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
     BQ: tl.constexpr,
     BJ: tl.constexpr,
     BE: tl.constexpr,
 ):
+    meet(PDL)
     head, image = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + image)
     length = tl.load(starts_ptr + image + 1) - start
@@ -255,7 +287,8 @@ def attend_kernel(
 
 
 @triton.jit
-def count_kernel(live_ptr, keep_ptr, counts_ptr, N, BN: tl.constexpr):
+def count_kernel(live_ptr, keep_ptr, counts_ptr, N, PDL: tl.constexpr, BN: tl.constexpr):
+    meet(PDL)
     image = tl.program_id(0)
     n = tl.arange(0, BN)
     live = tl.load(live_ptr + image * N + n, mask=n < N, other=0) & tl.load(
@@ -275,10 +308,12 @@ def compact_kernel(
     images,
     N,
     COUNTED: tl.constexpr,
+    PDL: tl.constexpr,
     BN: tl.constexpr,
     BB: tl.constexpr,
 ):
     """starts: of each image, and of the end; rows: the live ones that are kept, image after image, in order."""
+    meet(PDL)
     image = tl.program_id(0)
     before = tl.zeros((BB,), tl.int32)
     if COUNTED:
@@ -306,7 +341,8 @@ def compact_kernel(
 
 
 @triton.jit
-def image_mean_kernel(x_ptr, rows_ptr, starts_ptr, mean_ptr, D, BT: tl.constexpr, BD: tl.constexpr):
+def image_mean_kernel(x_ptr, rows_ptr, starts_ptr, mean_ptr, D, PDL: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    meet(PDL)
     image = tl.program_id(0)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     start = tl.load(starts_ptr + image)
@@ -318,7 +354,7 @@ def image_mean_kernel(x_ptr, rows_ptr, starts_ptr, mean_ptr, D, BT: tl.constexpr
         inside = (t < end)[:, None] & (d < D)[None, :]
         acc += tl.load(x_ptr + row[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(acc, 0) / tl.maximum(end - start, 1)
-    tl.store(mean_ptr + image * D + d, mean, mask=d < D)
+    tl.store(mean_ptr + image * D + d, mean.to(mean_ptr.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
@@ -326,8 +362,10 @@ def plan_kernel(
     x_ptr,
     rows_ptr,
     count_ptr,
-    w_ptr,
+    image_mean_ptr,
+    token_ptr,
     context_ptr,
+    bias_ptr,
     out_ptr,
     shift_ptr,
     mean_ptr,
@@ -342,10 +380,12 @@ def plan_kernel(
     K,
     H,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
     BM: tl.constexpr,
     BH: tl.constexpr,
     BK: tl.constexpr,
 ):
+    meet(PDL)
     live = tl.load(count_ptr)
     begin = tl.program_id(0) * BM
     if begin >= live:
@@ -354,21 +394,58 @@ def plan_kernel(
     h = tl.arange(0, BH)
     k = tl.arange(0, BK)
     row = tl.load(rows_ptr + t, mask=t < live, other=0)
+    x_at = x_ptr + row.to(tl.int64)[:, None] * K + k[None, :]
+    mean_at = image_mean_ptr + (row // N)[:, None] * K + k[None, :]
+    w_at = h[None, :] * K + k[:, None]
     acc = tl.zeros((BM, BH), tl.float32)
     for begin_k in range(0, K, BK):
-        at = begin_k + k
-        inside = (t < live)[:, None] & (at < K)[None, :]
-        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * K + at[None, :], mask=inside, other=0.0)
-        w = tl.load(w_ptr + h[None, :] * K + at[:, None], mask=(h < H)[None, :] & (at < K)[:, None], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
-    inside = (t < live)[:, None] & (h < H)[None, :]
-    acc += tl.load(context_ptr + (row // N)[:, None] * H + h[None, :], mask=inside, other=0.0).to(tl.float32)
+        left = k < K - begin_k
+        inside = (t < live)[:, None] & left[None, :]
+        weights = (h < H)[None, :] & left[:, None]
+        x = tl.load(x_at + begin_k, mask=inside, other=0.0)
+        acc = tl.dot(x, tl.load(token_ptr + w_at + begin_k, mask=weights, other=0.0), acc, input_precision=PRECISION)
+        mean = tl.load(mean_at + begin_k, mask=inside, other=0.0)
+        acc = tl.dot(
+            mean, tl.load(context_ptr + w_at + begin_k, mask=weights, other=0.0), acc, input_precision=PRECISION
+        )
+    acc += tl.load(bias_ptr + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
     weight = tl.load(out_ptr + h, mask=h < H, other=0.0).to(tl.float32)
     value = tl.sum(tl.maximum(acc, 0.0) * weight[None, :], 1) + tl.load(shift_ptr).to(tl.float32)
     standing = (value - tl.load(mean_ptr).to(tl.float32)) / tl.load(deviation_ptr).to(tl.float32)
     plan = layer + (blocks - layer) * tl.sigmoid((standing - tl.load(bar_ptr).to(tl.float32)) / softness)
     tl.store(standing_ptr + row, standing, mask=t < live)
     tl.store(plan_ptr + row, plan, mask=t < live)
+
+
+@triton.jit
+def supervise(
+    tap_ptr,
+    plan_ptr,
+    sum_ptr,
+    live_ptr,
+    forced_ptr,
+    gamma,
+    beta,
+    follow,
+    layer,
+    threshold,
+    at,
+    inside,
+    N,
+    prefix,
+    FORCED: tl.constexpr,
+):
+    """Scores, sums, and 1 for those who go on."""
+    tap = tl.load(tap_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    plan = tl.load(plan_ptr + at, mask=inside, other=0.0)
+    score = tl.sigmoid(gamma * (tap + follow * (layer - plan)) + beta)
+    total = tl.load(sum_ptr + at, mask=inside, other=0.0) + score
+    if FORCED:
+        keep = tl.load(forced_ptr + at, mask=inside, other=0) > layer
+    else:
+        keep = (total < threshold) | (at % N < prefix)
+    live = tl.load(live_ptr + at, mask=inside, other=0) != 0
+    return score, total, (keep & live & inside).to(tl.int32)
 
 
 @triton.jit
@@ -380,30 +457,50 @@ def halt_kernel(
     forced_ptr,
     score_ptr,
     new_sum_ptr,
-    keep_ptr,
+    new_live_ptr,
+    counts_ptr,
+    rows_ptr,
+    starts_ptr,
     gamma_ptr,
     beta_ptr,
     follow,
     layer,
     threshold,
+    images,
     N,
     prefix,
     FORCED: tl.constexpr,
+    LIST: tl.constexpr,  # few images: who goes on is listed here, each program counting for those before it as well
+    PDL: tl.constexpr,
     BN: tl.constexpr,
+    BB: tl.constexpr,
 ):
-    n = tl.arange(0, BN)
-    at = tl.program_id(0) * N + n
-    inside = n < N
-    live = tl.load(live_ptr + at, mask=inside, other=0) != 0
-    tap = tl.load(tap_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    plan = tl.load(plan_ptr + at, mask=inside, other=0.0)
+    meet(PDL)
+    image = tl.program_id(0)
     gamma, beta = tl.load(gamma_ptr).to(tl.float32), tl.load(beta_ptr).to(tl.float32)
-    score = tl.sigmoid(gamma * (tap + follow * (layer - plan)) + beta)
-    total = tl.load(sum_ptr + at, mask=inside, other=0.0) + score
-    if FORCED:
-        keep = tl.load(forced_ptr + at, mask=inside, other=0) > layer
-    else:
-        keep = (total < threshold) | (n < prefix)
+    n = tl.arange(0, BN)
+    at = image * N + n
+    inside = n < N
+    score, total, keep = supervise(
+        tap_ptr, plan_ptr, sum_ptr, live_ptr, forced_ptr,
+        gamma, beta, follow, layer, threshold, at, inside, N, prefix, FORCED,
+    )  # fmt: skip
     tl.store(score_ptr + at, score, mask=inside)
     tl.store(new_sum_ptr + at, total, mask=inside)
-    tl.store(keep_ptr + at, (keep & live).to(tl.uint8), mask=inside)
+    tl.store(new_live_ptr + at, keep.to(tl.uint8), mask=inside)
+    if LIST:
+        before = tl.zeros((BB,), tl.int32)
+        for begin in range(0, image * N, BB):
+            earlier = begin + tl.arange(0, BB)
+            _, _, kept = supervise(
+                tap_ptr, plan_ptr, sum_ptr, live_ptr, forced_ptr,
+                gamma, beta, follow, layer, threshold, earlier, earlier < image * N, N, prefix, FORCED,
+            )  # fmt: skip
+            before += kept
+        start = tl.sum(before, 0)
+        tl.store(rows_ptr + start + tl.cumsum(keep, 0) - 1, at, mask=keep != 0)
+        tl.store(starts_ptr + image, start)
+        if image == images - 1:
+            tl.store(starts_ptr + images, start + tl.sum(keep, 0))
+    else:
+        tl.store(counts_ptr + image, tl.sum(keep, 0))

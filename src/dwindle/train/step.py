@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ranks
+from ..engine.graph import cut_by_matmul
 from ..errors import DwindleError
 from ..model import AdaptiveViT, Output
 from .batches import seeded
@@ -30,13 +32,19 @@ class Lesson(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         model, teacher = self.model, self.teacher[0]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.amp and self.device.type == "cuda"):
-            with model.backbone.compiling(self.compiled):
+            with self._fast(model):
                 out = model(x)
             taught = None
             if teacher is not None:
-                with torch.no_grad(), teacher.backbone.compiling(self.compiled):
+                with torch.no_grad(), self._fast(teacher):
                     taught = teacher(x, layout="masked")
             return self.terms(out, y, taught)
+
+    @contextlib.contextmanager
+    def _fast(self, model: AdaptiveViT) -> Iterator[None]:
+        cut = cut_by_matmul(model.vit) if self.compiled else contextlib.nullcontext()
+        with cut, model.backbone.compiling(self.compiled):
+            yield
 
     def terms(self, out: Output, y: Tensor, taught: Output | None) -> tuple[dict[str, Tensor], Tensor]:
         recipe = self.recipe
@@ -67,10 +75,6 @@ class Step:
 
     def compile(self) -> None:
         self.bare.compiled = True
-        if self.device.type == "cuda":
-            for module in self.model.modules():
-                if isinstance(module, nn.Conv2d):  # patches are cut several times faster in this order
-                    module.to(memory_format=torch.channels_last)
 
     def __call__(self, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, at: int) -> dict[str, Tensor]:
         recipe, model = self.recipe, self.model
