@@ -1,6 +1,7 @@
 """The live layout and the CUDA engine against the eager packed path, their definition."""
 
 import copy
+import threading
 from functools import partial
 
 import pytest
@@ -91,3 +92,22 @@ def test_results_outlive_the_next_call():
     kept = first.logits.clone(), first.trace.depth.clone(), first.features.clone()
     model(images.flip(0))
     assert all(torch.equal(a, b) for a, b in zip((first.logits, first.trace.depth, first.features), kept))
+
+
+@torch.no_grad()
+def test_a_recalled_trace_is_the_trace(monkeypatch):
+    """What a recording hands out, without a GPU: the graph is left out, what it would have written is there."""
+    from types import SimpleNamespace
+
+    from dwindle.engine import graph
+
+    monkeypatch.setattr(graph, "captured", lambda call, pool=None: (call(), SimpleNamespace(replay=lambda: None))[1])
+    model = build("vit", METHODS["AHT"]()).eval()
+    images = images_for(model, 3)
+    recording = graph.Recording(model, prepared(model), images, None, None, threading.Lock())
+    same(recording(images), model(images, layout="packed"), 2e-4)
+    assert recording.finite()
+    recalled = copy.deepcopy(recording(images).trace)
+    assert recalled.exits == [] and torch.equal(recalled.depth, model(images).trace.depth)
+    with pytest.raises(AttributeError):
+        recalled.nothing

@@ -58,10 +58,10 @@ class AdaptiveViT(nn.Module):
         layout: 'masked' or 'packed'. None: masked while training, packed in eval; on a GPU, where no gradient is asked
         for, packed by the engine.
         """
-        self._check(images)
         layout = layout or self.layout
         if layout is None and dial is None and images.is_cuda and not (self.training or torch.is_grad_enabled()):
             return self.engine(images, depths)
+        self.check_images(images)
         layout = layout or ("masked" if self.training else "packed")
         if layout not in LAYOUTS:
             raise unknown("layout", layout, LAYOUTS)
@@ -221,7 +221,7 @@ class AdaptiveViT(nn.Module):
         self.backbone.remove()
         return self.vit
 
-    def _check(self, images: Tensor) -> None:
+    def check_images(self, images: Tensor) -> None:
         shape = self.backbone.shape
         sized = images.dim() == 4 and images.shape[1] == shape.channels
         if self.backbone.any_size:

@@ -38,7 +38,9 @@ GRAPHS = 8  # kept at once, the latest used
 class Engine:
     def __init__(self, model: AdaptiveViT) -> None:
         self._model = weakref.ref(model)  # the model owns its engine
-        self._paths: OrderedDict[tuple, Path] = OrderedDict()
+        self._paths: OrderedDict[tuple, Path] = OrderedDict()  # by size and setting
+        self._latest: dict[tuple, Path] = {}  # of each size, and the setting it is for
+        self._set: dict[tuple, tuple] = {}
         self._ready: dict[nn.Module, Ready] = {}
         self._children: list[dict[str, Any]] = []  # tables of modules and of tensors, looked through at every call
         self._weights: list[dict[str, Any]] = []
@@ -59,34 +61,40 @@ class Engine:
         return model
 
     def __call__(self, images: Tensor, depths: Tensor | None = None) -> Output:
-        method = self.model.method
-        # Plain settings are constants of a recording; tensors are read where they lie.
-        settings = tuple(v for v in vars(method).values() if isinstance(v, (bool, int, float, str, tuple)))
-        key = (tuple(images.shape), images.dtype, images.device, depths is not None, settings)
-        path = self._paths.get(key)
+        size = (images.shape, images.dtype, depths is None)
+        path = self._latest.get(size)
         out = None if path is None else path(images, depths)
-        # While the GPU is at work: were the weights written to, moved or exchanged since they were folded?
-        if out is None or self._state() != self._folded:
-            path = self._renewed(key, images, depths)
+        # While the GPU is at work: were settings changed, weights written to, moved or exchanged since?
+        if out is None or self._state() != self._folded or self._setting() != self._set[size]:
+            self.model.check_images(images)
+            path = self._renewed(size, images, depths)
             out = path(images, depths)
-        self._paths.move_to_end(key)
-        if self.model.checks and isinstance(path, Recording) and not math.isfinite(path.total.item()):
+        if isinstance(path, Recording) and self.model.checks and not path.finite():
             self.model.check_logits(out.logits, images)
         return out
 
-    def _renewed(self, key: tuple, images: Tensor, depths: Tensor | None) -> Path:
+    def _renewed(self, size: tuple, images: Tensor, depths: Tensor | None) -> Path:
         state = self._state(afresh=True)
         if state != self._folded:
             self._paths.clear()
+            self._latest.clear()
             self._folded, self._ready = state, prepared(self.model)
-        path = self._paths[key] = self._best(images, depths)
+        setting = self._setting()
+        path = self._paths.pop((size, setting), None) or self._best(images, depths)
+        self._paths[size, setting] = self._latest[size] = path
+        self._set[size] = setting
         while len(self._paths) > GRAPHS:
-            self._paths.popitem(last=False)
+            (old, _), dropped = self._paths.popitem(last=False)
+            if self._latest.get(old) is dropped:
+                del self._latest[old]
         return path
 
+    def _setting(self) -> tuple:
+        """The method's plain settings, constants of a recording; its tensors are read where they lie."""
+        return tuple([v for v in vars(self.model.method).values() if isinstance(v, (bool, int, float, str, tuple))])
+
     def _state(self, afresh: bool = False) -> tuple:
-        """Which modules there are, where every weight lies and, of the backbone's, how often it was written to; the
-        method's are read where they lie."""
+        """Which modules there are, where every weight lies and, of the backbone's, how often it was written to."""
         if afresh:
             modules, unfolded = list(self.model.modules()), set(self.model.method.modules())
             self._children = [m._modules for m in modules]
@@ -161,6 +169,8 @@ class Recording:
         self.turn = turn
         self.images = images.clone()
         self.depths = None if depths is None else depths.to(images.device).clone()
+        # The graph reads weights where they lie: they stay there until its last replay, also if the model was moved.
+        self.held = [w.data for w in (*model.parameters(), *model.buffers())]
         start = partial(Live.begin, ready=ready)
 
         def forward() -> None:
@@ -171,33 +181,54 @@ class Recording:
             # One tensor of each kind: what is copied out per call are these, not hundreds of sheets.
             self.out = out
             self.live = torch.stack([where.live_BN for where in trace.lives if where.live_BN is not None])
-            self.values = [(depth, name) for depth, values in enumerate(trace.values) for name in values]
-            sheets = [trace.values[depth][name].float() for depth, name in self.values]
+            self.names = [(depth, name) for depth, values in enumerate(trace.values) for name in values]
+            sheets = [trace.values[depth][name].float() for depth, name in self.names]
             self.sheets = torch.stack(sheets) if sheets else None
             self.exits = torch.stack(trace.exits) if trace.exits else None
 
         self.graph = captured(forward, pool)
-        self.begun = everyone(*self.out.trace.shape, images.device)  # the graph reads them where they lie
+        self.begun = everyone(*self.out.trace.shape, images.device)
 
     def __call__(self, images: Tensor, depths: Tensor | None = None) -> Output:
         with self.turn:
-            return self._replayed(images, depths)
+            self.images.copy_(images, non_blocking=True)
+            if self.depths is not None and depths is not None:
+                self.depths.copy_(depths.view_as(self.depths), non_blocking=True)
+            self.graph.replay()
+            parts = [None if part is None else part.clone() for part in (self.live, self.sheets, self.exits)]
+            trace = Recalled(self.out.trace, self.names, *parts)
+            return type(self.out)(self.out.logits.clone(), trace, self.out.features.clone())
 
-    def _replayed(self, images: Tensor, depths: Tensor | None) -> Output:
-        self.images.copy_(images)
-        if self.depths is not None and depths is not None:
-            self.depths.copy_(depths.view_as(self.depths))
-        self.graph.replay()
-        old, live = self.out.trace, self.live.clone()
-        trace = Trace(old.shape, old.prefix, old.grid, old.blocks)
-        trace.lives = [Where(old.shape, live_BN=sheet) for sheet in live]
-        trace.values = [{} for _ in live]
-        if self.sheets is not None:
-            for (depth, name), sheet in zip(self.values, self.sheets.clone()):
-                trace.values[depth][name] = sheet
-        if self.exits is not None:
-            trace.exits = list(self.exits.clone())
-        return type(self.out)(self.out.logits.clone(), trace, self.out.features.clone())
+    def finite(self) -> bool:
+        """Whether the answers just given are numbers. Waits for them."""
+        return math.isfinite(self.total.item())
+
+
+class Recalled(Trace):
+    """A trace that is taken apart into blocks when somebody asks: most callers want the answer only."""
+
+    def __init__(
+        self,
+        like: Trace,
+        names: list[tuple[int, str]],
+        live: Tensor | None,
+        sheets: Tensor | None,
+        exits: Tensor | None,
+    ) -> None:
+        self.shape, self.prefix, self.grid, self.blocks = like.shape, like.prefix, like.grid, like.blocks
+        self._parts = (names, live, sheets, exits)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("lives", "values", "exits"):
+            raise AttributeError(name)
+        names, live, sheets, exits = self._parts
+        assert live is not None
+        self.lives = [Where(self.shape, live_BN=sheet) for sheet in live.unbind()]
+        self.values = [{} for _ in self.lives]
+        for (depth, what), sheet in zip(names, () if sheets is None else sheets.unbind()):
+            self.values[depth][what] = sheet
+        self.exits = [] if exits is None else list(exits.unbind())
+        return getattr(self, name)
 
 
 @contextmanager

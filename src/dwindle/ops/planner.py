@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .rows import Rows, available, compact_ref, few, kernels, listed, overlapping, power_of_two, precision
+from .rows import Rows, available, compact_ref, few, interpreted, kernels, listed, overlapping, power_of_two, precision
 
 
 def image_mean_ref(x_BND: Tensor, rows: Rows) -> Tensor:
@@ -136,6 +136,8 @@ def halt(
     counts, starts, rows = (
         torch.empty(n, dtype=torch.int32, device=new.device) for n in (images, images + 1, new.numel())
     )
+    # Rows of the images before are looked at in as few steps as can be: a step is a wait for memory.
+    earlier = min(power_of_two(max(images - 1, 1) * tokens), 16 if interpreted() else 8192) if few(images) else 2
     kernels().halt_kernel[(images,)](
         tap_BN,
         plan_BN,
@@ -159,8 +161,8 @@ def halt(
         FORCED=forced_BN is not None,
         LIST=few(images),
         BN=power_of_two(tokens),
-        BB=1024,
-        num_warps=4,
+        BB=earlier,
+        num_warps=min(max(earlier // 512, 4), 16),
         **overlapping(tap_BN),
     )
     if few(images):
