@@ -268,6 +268,9 @@ def captured(call: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
             call()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
+    # cuBLAS keeps a workspace per stream, which others clear: this graph shall have its own, in its own memory.
+    torch._C._cuda_clearCublasWorkspaces()
     with torch.cuda.graph(graph, pool=pool):
         call()
+    torch._C._cuda_clearCublasWorkspaces()
     return graph

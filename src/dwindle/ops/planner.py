@@ -28,7 +28,15 @@ def image_mean(x_BND: Tensor, rows: Rows) -> Tensor:
     images, _, width = x_BND.shape
     mean = x_BND.new_empty(images, width)
     kernels().image_mean_kernel[(images, -(-width // 64))](
-        x_BND, rows.rows_R, rows.starts, mean, width, BT=32, BD=64, num_warps=4, **overlapping(x_BND)
+        x_BND,
+        rows.rows_R,
+        rows.starts,
+        mean,
+        width,
+        BT=32,
+        BD=64,
+        num_warps=4,
+        **overlapping(x_BND, x_BND[..., 0].numel()),
     )
     return mean
 
@@ -95,9 +103,9 @@ def plan(x_BND: Tensor, rows: Rows, mean_BD: Tensor, plan: Plan) -> tuple[Tensor
         PRECISION=precision(x_BND),
         BM=block,
         BH=power_of_two(hidden, 16),
-        BK=32,
+        BK=32 if interpreted() else 64,
         num_warps=4,
-        **overlapping(x_BND),
+        **overlapping(x_BND, capacity),
     )
     return standing, planned
 
@@ -163,7 +171,7 @@ def halt(
         BN=power_of_two(tokens),
         BB=earlier,
         num_warps=min(max(earlier // 512, 4), 16),
-        **overlapping(tap_BN),
+        **overlapping(tap_BN, tap_BN.numel()),
     )
     if few(images):
         return score, total, new, Rows(rows, starts)

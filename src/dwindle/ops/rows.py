@@ -132,9 +132,9 @@ def add_linear(x_RD: Tensor, rows: Rows, h: Tensor, layer: Affine, scale: Tensor
 
 def _normed(x_RD: Tensor, rows: Rows, layer: Affine, tap_R: Tensor | None, neuron: int) -> Tensor:
     """Live rows with mean 0 and deviation 1, compact."""
-    (capacity, width), many = x_RD.shape, 4
+    (capacity, width), tile = x_RD.shape, norm_tile()
     y = torch.empty_like(x_RD)
-    kernels().norm_rows_kernel[(-(-capacity // many),)](
+    kernels().norm_rows_kernel[(-(-capacity // tile.m),)](
         x_RD,
         rows.rows_R,
         rows.count,
@@ -146,10 +146,10 @@ def _normed(x_RD: Tensor, rows: Rows, layer: Affine, tap_R: Tensor | None, neuro
         layer.eps,
         width,
         TAP=tap_R is not None,
-        BM=many,
+        BM=tile.m,
         BK=power_of_two(width),
-        num_warps=4,
-        **overlapping(x_RD),
+        num_warps=tile.warps,
+        **overlapping(x_RD, len(x_RD)),
     )
     return y
 
@@ -194,7 +194,7 @@ def _tiled(
         BK=tile.k,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **overlapping(a),
+        **overlapping(a, len(a)),
     )
 
 
@@ -226,7 +226,7 @@ def _persistent(
         BK=tile.k,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **overlapping(a),
+        **overlapping(a, len(a)),
     )
 
 
@@ -298,7 +298,7 @@ def attend_rows(
         BE=power_of_two(size, 16),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **overlapping(qkv),
+        **overlapping(qkv, len(qkv)),
     )
     return out
 
@@ -324,7 +324,9 @@ def compact(live_BN: Tensor, keep_BN: Tensor) -> tuple[Rows, Tensor]:
     if few(images):
         return listed(live, keep, None)
     counts = torch.empty(images, dtype=torch.int32, device=live.device)
-    kernels().count_kernel[(images,)](live, keep, counts, tokens, BN=power_of_two(tokens), **overlapping(live))
+    kernels().count_kernel[(images,)](
+        live, keep, counts, tokens, BN=power_of_two(tokens), **overlapping(live, live.numel())
+    )
     return listed(live, keep, counts)
 
 
@@ -350,7 +352,7 @@ def listed(live: Tensor, keep: Tensor, counts: Tensor | None) -> tuple[Rows, Ten
         COUNTED=counts is not None,
         BN=power_of_two(tokens),
         BB=1024,
-        **overlapping(live),
+        **overlapping(live, live.numel()),
     )
     return Rows(rows, starts), new.view(torch.bool)
 
@@ -385,6 +387,10 @@ def linear_tile(rows: int, out: int, inner: int, dtype: torch.dtype) -> Tile:
     if out < inner:
         return Tile(128, 128, 64, 8, 4, persistent=1)
     return Tile(128, 64, 64, 4, 4, persistent=2)
+
+
+def norm_tile() -> Tile:
+    return Tile(4, 0, 0, 4, 1)
 
 
 def can_describe(out: int, inner: int) -> bool:
@@ -432,10 +438,11 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def overlapping(x: Tensor) -> dict[str, bool]:
-    """How kernels are launched: from Hopper on, set up while the one before still runs."""
+def overlapping(x: Tensor, rows: int) -> dict[str, bool]:
+    """How kernels for so many rows are launched: from Hopper on, set up while the one before still runs; where they are
+    long this gains nothing, and the early ones are in the way."""
     able = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if able and rows <= 16384 else {"PDL": False}
 
 
 def precision(x: Tensor) -> str:
