@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate, chain
+from operator import attrgetter
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..model import Output
 from ..ops.rows import ACTIVATIONS, available
 from ..tokens import Packed, Where
 from ..trace import Trace
@@ -28,9 +31,9 @@ from .block import Ready
 from .live import Live, everyone
 
 if TYPE_CHECKING:
-    from ..model import AdaptiveViT, Output
+    from ..model import AdaptiveViT
 
-Path = Callable[[Tensor, "Tensor | None"], "Output"]
+Path = Callable[[Tensor, "Tensor | None"], Output]
 log = logging.getLogger("dwindle")
 GRAPHS = 8  # kept at once, the latest used
 
@@ -42,9 +45,9 @@ class Engine:
         self._latest: dict[tuple, Path] = {}  # of each size, and the setting it is for
         self._set: dict[tuple, tuple] = {}
         self._ready: dict[nn.Module, Ready] = {}
-        self._children: list[dict[str, Any]] = []  # tables of modules and of tensors, looked through at every call
-        self._weights: list[dict[str, Any]] = []
-        self._settings: list[dict[str, Any]] = []
+        self._tables: list[dict[str, Any]] = []  # of modules, parameters and buffers
+        self._tensors: list[Tensor] = []
+        self._weights: list[Tensor] = []  # those that are folded into others
         self._folded: tuple = ()
         self._pool: Any = None
         self._turn = threading.Lock()
@@ -94,21 +97,18 @@ class Engine:
         return tuple([v for v in vars(self.model.method).values() if isinstance(v, (bool, int, float, str, tuple))])
 
     def _state(self, afresh: bool = False) -> tuple:
-        """Which modules there are, where every weight lies and, of the backbone's, how often it was written to."""
+        """Which modules and tensors there are, where these lie and how often the backbone's were written to. Asked at
+        every call, and all loops are C's."""
         if afresh:
-            modules, unfolded = list(self.model.modules()), set(self.model.method.modules())
-            self._children = [m._modules for m in modules]
-            self._weights = [t for m in modules for t in (m._parameters, m._buffers) if t and m not in unfolded]
-            self._settings = [t for m in unfolded for t in (m._parameters, m._buffers) if t]
+            modules, folded = list(self.model.modules()), list(self.model.vit.modules())
+            self._tables = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
+            self._tensors = [*self.model.parameters(), *self.model.buffers()]
+            weights = (w for m in folded for t in (m._parameters, m._buffers) for w in t.values())
+            self._weights = [w for w in weights if w is not None and not w.is_inference()]
         return (
-            [id(child) for table in self._children for child in table.values()],
-            [
-                (w.data_ptr(), 0 if w.is_inference() else w._version)
-                for table in self._weights
-                for w in table.values()
-                if w is not None
-            ],
-            [w.data_ptr() for table in self._settings for w in table.values() if w is not None],
+            list(map(id, chain.from_iterable(map(dict.values, self._tables)))),
+            list(map(Tensor.data_ptr, self._tensors)),
+            list(map(attrgetter("_version"), self._weights)),
         )
 
     def _best(self, images: Tensor, depths: Tensor | None) -> Path:
@@ -177,58 +177,65 @@ class Recording:
             with cut_by_matmul(model.vit):
                 out = model.run(self.images, start, self.depths)
             self.total = out.logits.sum(dtype=torch.float32)  # finite if they all are
-            trace = out.trace
-            # One tensor of each kind: what is copied out per call are these, not hundreds of sheets.
-            self.out = out
-            self.live = torch.stack([where.live_BN for where in trace.lives if where.live_BN is not None])
+            self.out, trace = out, out.trace
             self.names = [(depth, name) for depth, values in enumerate(trace.values) for name in values]
             sheets = [trace.values[depth][name].float() for depth, name in self.names]
-            self.sheets = torch.stack(sheets) if sheets else None
-            self.exits = torch.stack(trace.exits) if trace.exits else None
+            lives = [where.live_BN for where in trace.lives if where.live_BN is not None]
+            # The small things lie in one piece, copied out by one copy; the widest first, so that all are aligned.
+            parts = [out.logits, *trace.exits, *sheets, *lives]
+            self.order = sorted(range(len(parts)), key=lambda i: -parts[i].element_size())
+            self.pieces = [parts[i].contiguous().flatten().view(torch.uint8) for i in self.order]
+            self.kinds = [(parts[i].dtype, parts[i].shape) for i in self.order]
+            self.flat = torch.cat(self.pieces)
 
         self.graph = captured(forward, pool)
         self.begun = everyone(*self.out.trace.shape, images.device)
+        ends = list(accumulate(map(len, self.pieces)))
+        self.spans = list(zip([0, *ends], ends))
+        self.place = self.order.index(0)  # of the logits
 
     def __call__(self, images: Tensor, depths: Tensor | None = None) -> Output:
         with self.turn:
             self.images.copy_(images, non_blocking=True)
-            if self.depths is not None and depths is not None:
+            if depths is not None and self.depths is not None:
                 self.depths.copy_(depths.view_as(self.depths), non_blocking=True)
             self.graph.replay()
-            parts = [None if part is None else part.clone() for part in (self.live, self.sheets, self.exits)]
-            trace = Recalled(self.out.trace, self.names, *parts)
-            return type(self.out)(self.out.logits.clone(), trace, self.out.features.clone())
+            return Recalled(self, self.flat.clone(), self.out.features.clone())
+
+    def part(self, flat: Tensor, i: int) -> Tensor:
+        (begin, end), (dtype, shape) = self.spans[i], self.kinds[i]
+        return flat[begin:end].view(dtype).view(shape)
 
     def finite(self) -> bool:
         """Whether the answers just given are numbers. Waits for them."""
         return math.isfinite(self.total.item())
 
 
-class Recalled(Trace):
-    """A trace that is taken apart into blocks when somebody asks: most callers want the answer only."""
+class Recalled(Output):
+    """An output that is taken apart when somebody asks: most callers want the answer only."""
 
-    def __init__(
-        self,
-        like: Trace,
-        names: list[tuple[int, str]],
-        live: Tensor | None,
-        sheets: Tensor | None,
-        exits: Tensor | None,
-    ) -> None:
-        self.shape, self.prefix, self.grid, self.blocks = like.shape, like.prefix, like.grid, like.blocks
-        self._parts = (names, live, sheets, exits)
+    def __init__(self, recording: Recording, flat: Tensor, features: Tensor) -> None:
+        self._recording, self._flat, self.features = recording, flat, features
+        self.logits = recording.part(flat, recording.place)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("lives", "values", "exits"):
+        if name != "trace":
             raise AttributeError(name)
-        names, live, sheets, exits = self._parts
-        assert live is not None
-        self.lives = [Where(self.shape, live_BN=sheet) for sheet in live.unbind()]
-        self.values = [{} for _ in self.lives]
-        for (depth, what), sheet in zip(names, () if sheets is None else sheets.unbind()):
-            self.values[depth][what] = sheet
-        self.exits = [] if exits is None else list(exits.unbind())
-        return getattr(self, name)
+        made = self._recording
+        parts: list[Any] = [None] * len(made.order)
+        for i, whose in enumerate(made.order):
+            parts[whose] = made.part(self._flat, i)
+        like, answers = made.out.trace, len(made.out.trace.exits)
+        trace = self.trace = Trace(like.shape, like.prefix, like.grid, like.blocks)
+        trace.exits = parts[1 : 1 + answers]
+        trace.lives = [Where(like.shape, live_BN=live) for live in parts[-len(like.lives) :]]
+        trace.values = [{} for _ in trace.lives]
+        for (depth, what), sheet in zip(made.names, parts[1 + answers :]):
+            trace.values[depth][what] = sheet
+        return trace
+
+    def __reduce__(self) -> tuple:
+        return Output, (self.logits, self.trace, self.features)
 
 
 @contextmanager

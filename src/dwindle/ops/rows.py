@@ -132,7 +132,7 @@ def add_linear(x_RD: Tensor, rows: Rows, h: Tensor, layer: Affine, scale: Tensor
 
 def _normed(x_RD: Tensor, rows: Rows, layer: Affine, tap_R: Tensor | None, neuron: int) -> Tensor:
     """Live rows with mean 0 and deviation 1, compact."""
-    (capacity, width), tile = x_RD.shape, norm_tile()
+    (capacity, width), tile = x_RD.shape, norm_tile(len(x_RD))
     y = torch.empty_like(x_RD)
     kernels().norm_rows_kernel[(-(-capacity // tile.m),)](
         x_RD,
@@ -373,24 +373,24 @@ def linear_tile(rows: int, out: int, inner: int, dtype: torch.dtype) -> Tile:
         return Tile(32, 32, 32, 4, 1, persistent=int(rows > 100 and out % 8 == inner % 8 == 0))
     if dtype == torch.float32:
         return Tile(64, 64, 32, 4, 2)
-    widening = out > inner
     if rows <= 512:
-        return Tile(64, 64, 64, 4, 4) if widening else Tile(32, 32, 128, 4, 4)
+        return Tile(64, 64, 64, 4, 4) if out > inner else Tile(32, 32, 128, 4, 4)
     if not can_describe(out, inner):
         return Tile(64, 64, 64, 4, 4) if rows <= 2048 else Tile(128, 128, 64, 8, 3)
+    qkv = out == 3 * inner
     if rows <= 2048:
-        return Tile(64, 64, 128, 4, 3, persistent=2) if widening else Tile(64, 64, 64, 4, 4)
+        if out <= inner:
+            return Tile(64, 64, 128, 4, 3)
+        return Tile(64, 64, 64, 4, 4, persistent=1000) if qkv else Tile(128, 64, 64, 4, 3, persistent=3)
     if rows <= 8192:
-        return Tile(128, 64, 64, 4, 4, persistent=2 if out >= inner else 1000)
-    if out == 3 * inner:
+        return Tile(64, 128, 64, 4, 4, persistent=2) if out < inner else Tile(128, 64, 64, 4, 4, persistent=2)
+    if qkv:
         return Tile(256, 128, 64, 8, 3, persistent=1)
-    if out < inner:
-        return Tile(128, 128, 64, 8, 4, persistent=1)
-    return Tile(128, 64, 64, 4, 4, persistent=2)
+    return Tile(128, 128, 64, 8, 4, persistent=1) if out < inner else Tile(128, 64, 64, 4, 4, persistent=2)
 
 
-def norm_tile() -> Tile:
-    return Tile(4, 0, 0, 4, 1)
+def norm_tile(rows: int) -> Tile:
+    return Tile(2, 0, 0, 2, 1) if rows <= 2048 else Tile(4, 0, 0, 4, 1)
 
 
 def can_describe(out: int, inner: int) -> bool:
