@@ -84,7 +84,12 @@ def test_bench(places, monkeypatch):
 def test_compare(places, tmp_path, monkeypatch):
     monkeypatch.setattr("dwindle.lm.compare.compilable", lambda device: False)
     line = "compare tsa_tiny_compare --out {out}/runs --results {out}/results --device cpu --set steps=10"
-    result = run(line, out=tmp_path).json
+    folder = tmp_path / "results" / "tsa_tiny"
+    nothing = run(line + " --until 0", out=tmp_path).json
+    assert nothing["results"] == [] and not list(folder.glob("*.json"))
+    done = run(line, out=tmp_path)
+    result, told = done.json, [json.loads(row) for row in done.out.splitlines() if row.startswith('{"name"')]
+    assert len(told) == len(list(folder.glob("*.json"))) > 8 and {"seed", "loss", "tlops_saved"} <= told[0].keys()
     names = [row["name"] for row in result["results"]]
     assert names[:3] == ["static", "TSA 0", "TSA 0.5"]
     assert {"early exit as TSA 0.5", "MoD as TSA 0.5", "random as TSA 0.5"} <= set(names)
@@ -92,13 +97,13 @@ def test_compare(places, tmp_path, monkeypatch):
     tsa = rows["TSA 0.5"]
     assert all(row["seeds"] >= 1 for row in rows.values())
     assert {"control_mean", "control_layer", "control_overall", "speedup", "reached", "skip_soft"} <= tsa.keys()
-    folder = tmp_path / "results" / "tsa_tiny_compare"
     assert (folder / "table.md").read_text().startswith("| name |") and (folder / "tradeoff.png").stat().st_size > 5000
     assert (folder / "hard_against_soft.png").exists()
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
     (folder / "static-s1.json").unlink()
     assert run(line, out=tmp_path).json["results"][0]["seeds"] == 2
     assert all(p.stat().st_mtime_ns == t for p, t in before.items() if p.name != "static-s1.json")
+    assert run(line + " --until 0", out=tmp_path).json == run(line, out=tmp_path).json  # drawn from the JSONs alone
     refused(run(line + " --set lr=0.1", out=tmp_path), "was made with lr=0.003")
     refused(run(line + " --only nobody", out=tmp_path), "unknown result")
 

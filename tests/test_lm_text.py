@@ -92,6 +92,8 @@ def test_windows_hold_every_character_once():
 
 def test_batches_are_a_function_of_seed_and_step():
     shakespeare = open_text("shakespeare")
-    one, other, third = (shakespeare.batch(4, 16, 0, step) for step in (5, 5, 6))
-    assert torch.equal(one[0], other[0]) and not torch.equal(one[0], third[0])
-    assert torch.equal(one[0][:, 1:], one[1][:, :-1])
+    short, long, other = (shakespeare.places(4, 16, seed, steps) for seed, steps in ((0, 3), (0, 6), (1, 3)))
+    assert torch.equal(short, long[:3]) and not torch.equal(short, other) and not torch.equal(long[0], long[1])
+    x, y = shakespeare.cut(long[5], 16)
+    assert x.shape == (4, 16) and torch.equal(x[:, 1:], y[:, :-1])
+    assert x[2].tolist() == shakespeare.train[long[5, 2] :][:16].tolist()

@@ -22,6 +22,7 @@ from .routing import check_share
 from .text import Vocabulary, open_text
 from .train import LMRecipe, LMRun
 
+TOLD = ("name", "seed", "loss", "loss_soft", "tau", "tlops_saved", "macs_saved", "controls", "train_tokens_per_s")
 PASSAGE = 2000  # characters of the model's own data that `view` shows when it is given nothing
 
 
@@ -98,8 +99,7 @@ def compare(
         work = LMCompare(name, plan, out, results, device=_device(device), only=only, tick=tick, until=seconds)
         for row in work.results():
             rows.append(row)
-            saved = f"TLOps saved {row['tlops_saved']:.3f}"
-            aside.print(f"{row['name']}, seed {row['seed']}: loss {row['loss']:.4f}, {saved}")
+            _finish({key: row[key] for key in TOLD if key in row})
     summary = summarised(rows)
     columns = ["name", "seeds", "loss", "gap", "tlops_saved", "macs_saved", "loss_soft", "tau"]
     _table(name, columns, [["" if row.get(c) is None else row[c] for c in columns] for row in summary])

@@ -64,7 +64,8 @@ class AdaptiveLM(nn.Module):
         method.bind(self.backbone.shape)
         self.lm, self.method = lm, method
         self.extra: dict[str, Any] = {}
-        self.compiled: Callable[..., Tensor] | None = None
+        self.compiled: Callable[..., Tensor] | None = None  # packed blocks
+        self.learning: Callable[..., Tensor] | None = None  # masked blocks, while training
 
     @property
     def backbone(self) -> Any:
@@ -96,12 +97,14 @@ class AdaptiveLM(nn.Module):
             if keep is not None:
                 gate = gate or Gate(torch.ones(shape, device=x.device), everyone, self.method.keys)
                 gate = replace(gate, keep=keep[depth].to(x.device))
+            at = depth if cache else 0  # for the cache alone: one compiled function serves all blocks
             if gate is None or layout == "masked":
-                x = _masked(block, x, gate, turns, cache, depth)
+                scale, weight = (None, None) if gate is None else (gate.scale, gate.weight)
+                run = _masked if self.learning is None or not self.training else self.learning
+                x = run(block, x, scale, weight, turns, cache, at)
             else:
                 rows = gate.keep.flatten().nonzero()[:, 0]  # (T,)
                 run = _rows_run if self.compiled is None or cache is not None else self.compiled
-                at = depth if cache else 0  # for the cache alone: one compiled function serves all blocks
                 x = run(block, x, rows, gate.scale, gate.weight, turns, cache, at)
             trace.lives.append(Where(shape, everyone if gate is None else gate.keep))
             trace.values.append({} if gate is None else gate.record)
@@ -114,6 +117,11 @@ class AdaptiveLM(nn.Module):
     def compile_blocks(self) -> None:
         """Compile packed blocks, for however many rows run. It stays so: for timing and serving."""
         self.compiled = torch.compile(_rows_run, dynamic=True)
+        self.method.compile_parts()
+
+    def compile_training(self) -> None:
+        """Compile masked blocks: one function for the blocks of all models of a process that are of one shape."""
+        self.learning = torch.compile(_masked, dynamic=False)
         self.method.compile_parts()
 
     def terms(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
@@ -135,12 +143,20 @@ def tlops_saved(trace: Trace) -> Tensor:
     return 1 - trace.live.double().mean((0, 2))
 
 
-def _masked(block: Any, x: Tensor, gate: Gate | None, turns: Turns, cache: Cache | None, depth: int) -> Tensor:
+def _masked(
+    block: Any,
+    x: Tensor,
+    scale_BN: Tensor | None,
+    weight_BN: Tensor | None,
+    turns: Turns,
+    cache: Cache | None,
+    depth: int,
+) -> Tensor:
+    """The stream after a block that all rows run, as much of it as they are scaled by; None: as it is."""
     h = block.normed(x)
     k, v = block.keys_values(h, turns)
-    weight = None if gate is None else gate.weight
-    new = block.rest(x, _attend(block, block.queries(h, turns), k, v, weight, cache, depth))
-    return new if gate is None else x + gate.scale[..., None].to(x.dtype) * (new - x)
+    new = block.rest(x, _attend(block, block.queries(h, turns), k, v, weight_BN, cache, depth))
+    return new if scale_BN is None else x + scale_BN[..., None].to(x.dtype) * (new - x)
 
 
 def _rows_run(

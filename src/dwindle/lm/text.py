@@ -6,7 +6,7 @@ import gzip
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -71,12 +71,18 @@ class Text:
     val: Tensor
     test: Tensor
 
-    def batch(self, batch: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """(B, N) characters from random places, and those that follow; the same for the same seed and step."""
-        drawn = np.random.default_rng(mix(seed, step)).integers(0, len(self.train) - context, batch)
-        rows = torch.from_numpy(drawn)[:, None] + torch.arange(context + 1)
-        ids = self.train[rows].long()
-        return ids[:, :-1], ids[:, 1:]
+    def to(self, device: torch.device) -> Text:
+        return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))
+
+    def places(self, batch: int, context: int, seed: int, steps: int) -> Tensor:
+        """(steps, B) where the sequences of every step begin; a step's are a function of it and the seed."""
+        last = len(self.train) - context
+        drawn = [np.random.default_rng(mix(seed, step)).integers(0, last, batch) for step in range(steps)]
+        return torch.from_numpy(np.stack(drawn)).to(self.train.device)
+
+    def cut(self, places_B: Tensor, context: int) -> tuple[Tensor, Tensor]:
+        """(B, N) characters of the training text from these places on, and those that follow."""
+        return _cut(self.train, places_B, context)
 
 
 def windows(
@@ -87,9 +93,12 @@ def windows(
     count = (len(ids) - 1) // context
     count = count if limit is None else min(limit, count)
     for begin in range(0, count, batch):
-        starts = torch.arange(begin, min(begin + batch, count)) * context
-        cut = ids[starts[:, None] + torch.arange(context + 1)].long()
-        yield cut[:, :-1], cut[:, 1:]
+        yield _cut(ids, torch.arange(begin, min(begin + batch, count), device=ids.device) * context, context)
+
+
+def _cut(ids: Tensor, places_B: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    rows = ids[places_B[:, None] + torch.arange(context + 1, device=ids.device)].long()
+    return rows[:, :-1], rows[:, 1:]
 
 
 def check_long(ids: Tensor, context: int, name: str) -> None:
