@@ -173,6 +173,7 @@ def bench(
             progress=lambda row: bar.advance(task),
         )
     columns = ["batch", "decisions", "fraction", "static_ms", "adaptive_ms", "speedup", "spread", "promised", "reached"]
+    columns += ["promised_macs", "reached_macs"]
     rows = [[row[c] for c in columns] for row in result["rows"]]
     _table(f"{checkpoint} on {result['device']}, {dtype}, {result['context']} characters", columns, rows)
     _finish(result)

@@ -116,7 +116,13 @@ class AdaptiveLM(nn.Module):
 
     def compile_blocks(self) -> None:
         """Compile packed blocks, for however many rows run. It stays so: for timing and serving."""
-        self.compiled = torch.compile(_rows_run, dynamic=True)
+        compiled = torch.compile(_rows_run)
+
+        def run(block: Any, x: Tensor, rows: Tensor, *rest: Any) -> Tensor:
+            torch._dynamo.maybe_mark_dynamic(rows, 0)  # and nothing else: known sizes make better code
+            return compiled(block, x, rows, *rest)
+
+        self.compiled = run
         self.method.compile_parts()
 
     def compile_training(self) -> None:
@@ -169,10 +175,13 @@ def _rows_run(
     cache: Cache | None,
     depth: int,
 ) -> Tensor:
-    """The stream after a block that only these rows (T,) run; without weights all offer keys."""
+    """The stream after a block that only these rows (T,) run; without weights all offer keys.
+
+    Without gradients it is written in place, the one before is gone.
+    """
     shape = x.shape[:2]
-    flat, here = x.flatten(0, 1), tuple(t[rows % shape[1]] for t in turns)
-    live = flat[rows]
+    flat, here = x.flatten(0, 1), tuple(t.index_select(0, rows % shape[1]) for t in turns)
+    live = flat.index_select(0, rows)
 
     def spread(rows_T: Tensor) -> Tensor:
         """(T, H, E) back to (B, N, H, E), 0 where nobody ran."""
@@ -182,7 +191,7 @@ def _rows_run(
     if weight_BN is None:
         h = block.normed(x)
         k, v = block.keys_values(h, turns)
-        h = h.flatten(0, 1)[rows]
+        h = h.flatten(0, 1).index_select(0, rows)
     else:
         h = block.normed(live)
         k, v = (spread(t) for t in block.keys_values(h, here))
@@ -191,9 +200,10 @@ def _rows_run(
             cache.extend(depth, k, v, weight_BN)
         return x
     heard = _attend(block, spread(block.queries(h, here)), k, v, weight_BN, cache, depth)
-    new = block.rest(live, heard.flatten(0, 1)[rows])
-    scale = scale_BN.flatten()[rows, None].to(x.dtype)
-    return flat.index_copy(0, rows, live + scale * (new - live)).unflatten(0, shape)
+    new = block.rest(live, heard.flatten(0, 1).index_select(0, rows))
+    new = live + scale_BN.flatten().index_select(0, rows)[:, None].to(x.dtype) * (new - live)
+    written = flat.index_copy(0, rows, new) if torch.is_grad_enabled() else flat.index_copy_(0, rows, new)
+    return written.unflatten(0, shape)
 
 
 def _attend(
