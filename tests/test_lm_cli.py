@@ -98,7 +98,7 @@ def test_compare(places, tmp_path, monkeypatch):
     assert all(row["seeds"] >= 1 for row in rows.values())
     assert {"control_mean", "control_layer", "control_overall", "speedup", "reached", "skip_soft"} <= tsa.keys()
     assert (folder / "table.md").read_text().startswith("| name |") and (folder / "tradeoff.png").stat().st_size > 5000
-    assert (folder / "hard_against_soft.png").exists()
+    assert (folder / "hard_against_soft.png").exists() and (folder / "controls.png").exists()
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
     (folder / "static-s1.json").unlink()
     assert run(line, out=tmp_path).json["results"][0]["seeds"] == 2

@@ -15,8 +15,9 @@ from ..cli import _device, _finish, _plain, _progress, _table, aside, console
 from ..errors import DwindleError
 from ..methods.base import require
 from ..view import save_figure
-from .compare import LMCompare, LMComparison, hard_against_soft, markdown, summarised, tradeoff
+from .compare import LMCompare, LMComparison, markdown, summarised
 from .execute import AdaptiveLM
+from .figures import figures
 from .load import is_language, load_lm, vocabulary_of
 from .routing import check_share
 from .text import Vocabulary, open_text
@@ -105,8 +106,8 @@ def compare(
     _table(name, columns, [["" if row.get(c) is None else row[c] for c in columns] for row in summary])
     table = work.folder / "table.md"
     table.write_text(markdown(summary))
-    figures = {"tradeoff": tradeoff(summary, name), "hard_against_soft": hard_against_soft(rows, name)}
-    paths = [str(save_figure(figure, work.folder / f"{stem}.png")) for stem, figure in figures.items()]
+    drawn = figures(rows, plan.allowed, name.removesuffix("_compare")) if rows else {}
+    paths = [str(save_figure(figure, work.folder / f"{stem}.png")) for stem, figure in drawn.items()]
     _finish({"results": summary, "table": str(table), "figures": paths})
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +30,6 @@ from .load import load_lm
 from .routing import Control
 from .text import Text, open_text
 from .train import LMRecipe, LMRun
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 STATIC = "static"
 LEAST = 0.01  # of token-layer operations; less saved is nothing to match
@@ -243,43 +240,3 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
     lines = [f"| {' | '.join(shown)} |", "|---" * len(shown) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(cell(row.get(c)) for c in shown)} |" for row in rows)]) + "\n"
-
-
-def hard_against_soft(results: Sequence[dict[str, Any]], title: str) -> Figure:
-    """Validation loss and operations saved as tau rises, mean over seeds; dotted: soft."""
-    from ..view import _figure, _tidy
-
-    figure = _figure(10, 4.2, title)
-    loss, saved = figure.subplots(1, 2)
-    names = list(dict.fromkeys(r["name"] for r in results if "sweep" in r))
-    for i, name in enumerate(names):
-        group = [r for r in results if r["name"] == name]
-        taus = [point["tau"] for point in group[0]["sweep"]]
-        for axis, key, factor in ((loss, "loss", 1), (saved, "tlops_saved", 100)):
-            means = [factor * mean(r["sweep"][at][key] for r in group) for at in range(len(taus))]
-            axis.plot(taus, means, color=f"C{i}", marker="o", markersize=4, label=name)
-        loss.axhline(mean(r["loss_soft"] for r in group), color=f"C{i}", linestyle=":", linewidth=1)
-    loss.set(xlabel="tau", ylabel="validation loss (nats)")
-    saved.set(xlabel="tau", ylabel="TLOps saved (%)")
-    _tidy(loss, "hard at tau; dotted: soft")
-    _tidy(saved, "what is skipped")
-    if names:
-        loss.legend(fontsize=9, frameon=False)
-    return figure
-
-
-def tradeoff(rows: Sequence[dict[str, Any]], title: str) -> Figure:
-    """Loss against operations saved; bars: standard deviation over seeds."""
-    from ..view import _figure, _tidy
-
-    figure = _figure(8, 5, title)
-    axis = figure.add_subplot()
-    kinds = list(dict.fromkeys(row["name"].split(" as ")[0].split(" ")[0] for row in rows))
-    for row in rows:
-        i = kinds.index(row["name"].split(" as ")[0].split(" ")[0])
-        style: dict[str, Any] = {"color": f"C{i}", "marker": "osD^vP"[i % 6], "capsize": 3}
-        axis.errorbar([100 * row["tlops_saved"]], [row["loss"]], yerr=[row["spread"] or 0.0], **style)
-        axis.annotate(row["name"], (100 * row["tlops_saved"], row["loss"]), (5, 4), textcoords="offset points", size=8)
-    axis.set(xlabel="TLOps saved (%)", ylabel="validation loss (nats)")
-    _tidy(axis, "mean over seeds")
-    return figure
