@@ -144,7 +144,9 @@ def test_enwik8_by_name(places, tmp_path, monkeypatch):
     monkeypatch.setattr(text, "ENWIK8_BYTES", 4000)
     monkeypatch.setenv("DWINDLE_DATA", str(tmp_path))
     (tmp_path / "enwik8").write_bytes(b"<page>\xc3\xa9</page>\n" * 250)
-    line = "train tsa_tiny_test --data enwik8 --out {out} --device cpu"
-    assert run(line, out=tmp_path / "run").json["step"] == 20
+    small = {"blocks": 2, "width": 16, "heads": 2, "context": 16, "batch": 4, "steps": 4, "eval_every": 4}
+    line = "train tsa_enwik8 --out {out} --device cpu" + "".join(f" --set {k}={v}" for k, v in small.items())
+    assert run(line, out=tmp_path / "run").json["step"] == 4
+    assert run(line + " --data bytes:{text}", out=tmp_path / "b", text=tmp_path / "enwik8").json["step"] == 4
     result = run("eval {out} --data enwik8 --device cpu", out=tmp_path / "run").json
     assert 0 < result["bpc"] < 8

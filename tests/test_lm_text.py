@@ -56,6 +56,19 @@ def test_enwik8_is_cut_90_5_5(tmp_path, monkeypatch):
         open_text(str(tmp_path / "enwik8.gz"))
 
 
+def test_any_file_byte_by_byte(tmp_path):
+    data = bytes(range(255, -1, -1)) * 4
+    (tmp_path / "own.bin").write_bytes(data)
+    opened = open_text(f"bytes:{tmp_path / 'own.bin'}")
+    assert [len(part) for part in (opened.train, opened.val, opened.test)] == [922, 51, 51]
+    assert torch.cat([opened.train, opened.val, opened.test]).tolist() == list(data)
+    assert torch.equal(open_text(str(tmp_path / "own.bin"), opened.vocabulary).val, opened.val)
+    with pytest.raises(DwindleError, match="train on bytes:"):
+        open_text(str(tmp_path / "own.bin"))
+    with pytest.raises(DwindleError, match="There is no file 'bytes:"):
+        open_text(f"bytes:{tmp_path / 'none'}")
+
+
 def test_any_text_file(tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("hello world, " * 100)

@@ -41,6 +41,7 @@ def tsa_enwik8() -> LMRecipe:
     """The same on enwik8's bytes (90M, 5M and 5M). For a GPU.
 
     dwindle train tsa_enwik8 --data DATA/enwik8
+    Of another file, the same shares: --data bytes:FILE
     """
     return LMRecipe(
         data="enwik8",

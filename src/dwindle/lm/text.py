@@ -20,6 +20,7 @@ from ..train.batches import mix
 
 KNOWN = ("shakespeare", "enwik8")
 ENWIK8_BYTES = 100_000_000
+BYTES = "bytes:"
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,12 @@ def check_long(ids: Tensor, context: int, name: str) -> None:
 
 
 def open_text(name: str, vocabulary: Vocabulary | None = None) -> Text:
-    """'shakespeare' (ships with Dwindle), 'enwik8' (under $DWINDLE_DATA or ./data), or a UTF-8 text file.
+    """'shakespeare' (ships with Dwindle), 'enwik8' (under $DWINDLE_DATA or ./data), a UTF-8 text file, or
+    'bytes:FILE', any file byte by byte.
 
     vocabulary: a trained model's; by itself the text's own characters, and bytes for enwik8.
     """
-    given = Path(name).expanduser()
+    raw, given = name.startswith(BYTES), Path(name.removeprefix(BYTES)).expanduser()
     if name == "shakespeare":
         path = Path(str(files("dwindle"))) / "assets" / "text" / "tinyshakespeare.txt"
         # char-rnn's and nanoGPT's split: nine tenths, and the last tenth to validate, which is all there is to test.
@@ -130,7 +132,7 @@ def open_text(name: str, vocabulary: Vocabulary | None = None) -> Text:
         )
     if given.is_dir():
         raise DwindleError(f"'{name}' is a folder; give a text file.")
-    return _split(name, given.read_bytes(), vocabulary, (0.9, 0.05, 0.05))
+    return _split(name, given.read_bytes(), vocabulary or (Vocabulary(None) if raw else None), (0.9, 0.05, 0.05))
 
 
 def _enwik8(name: str, given: Path, vocabulary: Vocabulary | None) -> Text:
@@ -163,7 +165,9 @@ def _split(name: str, data: bytes, vocabulary: Vocabulary | None, shares: tuple[
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise DwindleError(f"'{name}' is not UTF-8 text (byte {error.start}); convert it first.") from error
+            raise DwindleError(
+                f"'{name}' is not UTF-8 text (byte {error.start}); convert it, or train on {BYTES}{name}."
+            ) from error
     vocabulary = vocabulary or Vocabulary("".join(sorted(set(text))))  # type: ignore[arg-type]
     ids = vocabulary.encode(text, f"'{name}'")
     ends = [round(len(ids) * shares[0]), round(len(ids) * (shares[0] + shares[1]))]
