@@ -179,9 +179,11 @@ def _rows_run(
 
     Without gradients it is written in place, the one before is gone.
     """
-    shape = x.shape[:2]
-    flat, here = x.flatten(0, 1), tuple(t.index_select(0, rows % shape[1]) for t in turns)
+    shape, flat = x.shape[:2], x.flatten(0, 1)
     live = flat.index_select(0, rows)
+
+    def here() -> Turns:
+        return tuple(t.index_select(0, rows % shape[1]) for t in turns)
 
     def spread(rows_T: Tensor) -> Tensor:
         """(T, H, E) back to (B, N, H, E), 0 where nobody ran."""
@@ -191,15 +193,20 @@ def _rows_run(
     if weight_BN is None:
         h = block.normed(x)
         k, v = block.keys_values(h, turns)
-        h = h.flatten(0, 1).index_select(0, rows)
     else:
         h = block.normed(live)
-        k, v = (spread(t) for t in block.keys_values(h, here))
+        k, v = (spread(t) for t in block.keys_values(h, here()))
     if not len(rows):  # keys go to the cache also where nobody listens
         if cache is not None:
             cache.extend(depth, k, v, weight_BN)
         return x
-    heard = _attend(block, spread(block.queries(h, here)), k, v, weight_BN, cache, depth)
+    if weight_BN is not None:
+        q = spread(block.queries(h, here()))
+    elif 2 * len(rows) < len(flat):
+        q = spread(block.queries(h.flatten(0, 1).index_select(0, rows), here()))
+    else:  # moving queries there and back takes longer than computing those that nobody asks for
+        q = block.queries(h, turns)
+    heard = _attend(block, q, k, v, weight_BN, cache, depth)
     new = block.rest(live, heard.flatten(0, 1).index_select(0, rows))
     new = live + scale_BN.flatten().index_select(0, rows)[:, None].to(x.dtype) * (new - live)
     written = flat.index_copy(0, rows, new) if torch.is_grad_enabled() else flat.index_copy_(0, rows, new)
