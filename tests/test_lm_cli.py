@@ -84,7 +84,12 @@ def test_bench(places, monkeypatch):
 def test_compare(places, tmp_path, monkeypatch):
     monkeypatch.setattr("dwindle.lm.compare.compilable", lambda device: False)
     line = "compare tsa_tiny_compare --out {out}/runs --results {out}/results --device cpu --set steps=10"
-    result = run(line, out=tmp_path).json
+    folder = tmp_path / "results" / "tsa_tiny"
+    nothing = run(line + " --until 0", out=tmp_path).json
+    assert nothing["results"] == [] and not list(folder.glob("*.json"))
+    done = run(line, out=tmp_path)
+    result, told = done.json, [json.loads(row) for row in done.out.splitlines() if row.startswith('{"name"')]
+    assert len(told) == len(list(folder.glob("*.json"))) > 8 and {"seed", "loss", "tlops_saved"} <= told[0].keys()
     names = [row["name"] for row in result["results"]]
     assert names[:3] == ["static", "TSA 0", "TSA 0.5"]
     assert {"early exit as TSA 0.5", "MoD as TSA 0.5", "random as TSA 0.5"} <= set(names)
@@ -92,13 +97,13 @@ def test_compare(places, tmp_path, monkeypatch):
     tsa = rows["TSA 0.5"]
     assert all(row["seeds"] >= 1 for row in rows.values())
     assert {"control_mean", "control_layer", "control_overall", "speedup", "reached", "skip_soft"} <= tsa.keys()
-    folder = tmp_path / "results" / "tsa_tiny_compare"
     assert (folder / "table.md").read_text().startswith("| name |") and (folder / "tradeoff.png").stat().st_size > 5000
-    assert (folder / "hard_against_soft.png").exists()
+    assert (folder / "hard_against_soft.png").exists() and (folder / "controls.png").exists()
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
     (folder / "static-s1.json").unlink()
     assert run(line, out=tmp_path).json["results"][0]["seeds"] == 2
     assert all(p.stat().st_mtime_ns == t for p, t in before.items() if p.name != "static-s1.json")
+    assert run(line + " --until 0", out=tmp_path).json == run(line, out=tmp_path).json  # drawn from the JSONs alone
     refused(run(line + " --set lr=0.1", out=tmp_path), "was made with lr=0.003")
     refused(run(line + " --only nobody", out=tmp_path), "unknown result")
 
@@ -139,7 +144,9 @@ def test_enwik8_by_name(places, tmp_path, monkeypatch):
     monkeypatch.setattr(text, "ENWIK8_BYTES", 4000)
     monkeypatch.setenv("DWINDLE_DATA", str(tmp_path))
     (tmp_path / "enwik8").write_bytes(b"<page>\xc3\xa9</page>\n" * 250)
-    line = "train tsa_tiny_test --data enwik8 --out {out} --device cpu"
-    assert run(line, out=tmp_path / "run").json["step"] == 20
+    small = {"blocks": 2, "width": 16, "heads": 2, "context": 16, "batch": 4, "steps": 4, "eval_every": 4}
+    line = "train tsa_enwik8 --out {out} --device cpu" + "".join(f" --set {k}={v}" for k, v in small.items())
+    assert run(line, out=tmp_path / "run").json["step"] == 4
+    assert run(line + " --data bytes:{text}", out=tmp_path / "b", text=tmp_path / "enwik8").json["step"] == 4
     result = run("eval {out} --data enwik8 --device cpu", out=tmp_path / "run").json
     assert 0 < result["bpc"] < 8

@@ -56,6 +56,19 @@ def test_enwik8_is_cut_90_5_5(tmp_path, monkeypatch):
         open_text(str(tmp_path / "enwik8.gz"))
 
 
+def test_any_file_byte_by_byte(tmp_path):
+    data = bytes(range(255, -1, -1)) * 4
+    (tmp_path / "own.bin").write_bytes(data)
+    opened = open_text(f"bytes:{tmp_path / 'own.bin'}")
+    assert [len(part) for part in (opened.train, opened.val, opened.test)] == [922, 51, 51]
+    assert torch.cat([opened.train, opened.val, opened.test]).tolist() == list(data)
+    assert torch.equal(open_text(str(tmp_path / "own.bin"), opened.vocabulary).val, opened.val)
+    with pytest.raises(DwindleError, match="train on bytes:"):
+        open_text(str(tmp_path / "own.bin"))
+    with pytest.raises(DwindleError, match="There is no file 'bytes:"):
+        open_text(f"bytes:{tmp_path / 'none'}")
+
+
 def test_any_text_file(tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("hello world, " * 100)
@@ -92,6 +105,8 @@ def test_windows_hold_every_character_once():
 
 def test_batches_are_a_function_of_seed_and_step():
     shakespeare = open_text("shakespeare")
-    one, other, third = (shakespeare.batch(4, 16, 0, step) for step in (5, 5, 6))
-    assert torch.equal(one[0], other[0]) and not torch.equal(one[0], third[0])
-    assert torch.equal(one[0][:, 1:], one[1][:, :-1])
+    short, long, other = (shakespeare.places(4, 16, seed, steps) for seed, steps in ((0, 3), (0, 6), (1, 3)))
+    assert torch.equal(short, long[:3]) and not torch.equal(short, other) and not torch.equal(long[0], long[1])
+    x, y = shakespeare.cut(long[5], 16)
+    assert x.shape == (4, 16) and torch.equal(x[:, 1:], y[:, :-1])
+    assert x[2].tolist() == shakespeare.train[long[5, 2] :][:16].tolist()

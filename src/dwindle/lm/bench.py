@@ -66,9 +66,10 @@ def bench_lm(
         if ids is not None and len(ids) >= batch * shape.context:
             jobs.append(("own", ids[: batch * shape.context].view(size).long().to(place), None))
         for kind, x, keep in jobs:
-            saved = tlops_saved(model(x, keep=keep).trace).mean().item()
+            trace = model(x, keep=keep).trace
+            saved, macs = tlops_saved(trace).mean().item(), model.macs_saved(trace).mean().item()
             static_ms, adaptive_ms = milliseconds([partial(static, x), partial(adaptive, x, keep=keep)], seconds, place)
-            row = _row(static_ms, adaptive_ms, saved) | {"batch": batch, "decisions": kind}
+            row = _row(static_ms, adaptive_ms, saved, macs) | {"batch": batch, "decisions": kind}
             row["tokens_per_s"] = round(batch * shape.context / row["adaptive_ms"] * 1e3)
             rows.append(row)
             if progress:
@@ -84,8 +85,11 @@ def compilable(device: str) -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
-def _row(static: list[float], adaptive: list[float], saved: float) -> dict[str, Any]:
-    """promised: what the token-layer operations saved would give; reached: the share of it that the clock shows."""
+def _row(static: list[float], adaptive: list[float], saved: float, macs: float) -> dict[str, Any]:
+    """promised: what the token-layer operations saved would give; reached: the share of it that the clock shows.
+
+    The same of multiply-accumulates, in which keys and values of tokens that skip and the gates are counted.
+    """
     speedup = statistics.median(s / a for s, a in zip(static, adaptive))
     return {
         "fraction": round(1 - saved, 4),
@@ -95,6 +99,8 @@ def _row(static: list[float], adaptive: list[float], saved: float) -> dict[str, 
         "spread": round(statistics.pstdev(s / a for s, a in zip(static, adaptive)), 3),
         "promised": round(1 / (1 - saved), 3),
         "reached": round(speedup * (1 - saved), 3),
+        "promised_macs": round(1 / (1 - macs), 3),
+        "reached_macs": round(speedup * (1 - macs), 3),
         "rounds": len(static),
     }
 

@@ -15,13 +15,15 @@ from ..cli import _device, _finish, _plain, _progress, _table, aside, console
 from ..errors import DwindleError
 from ..methods.base import require
 from ..view import save_figure
-from .compare import LMCompare, LMComparison, hard_against_soft, markdown, summarised, tradeoff
+from .compare import LMCompare, LMComparison, markdown, summarised
 from .execute import AdaptiveLM
+from .figures import figures
 from .load import is_language, load_lm, vocabulary_of
 from .routing import check_share
 from .text import Vocabulary, open_text
 from .train import LMRecipe, LMRun
 
+TOLD = ("name", "seed", "loss", "loss_soft", "tau", "tlops_saved", "macs_saved", "controls", "train_tokens_per_s")
 PASSAGE = 2000  # characters of the model's own data that `view` shows when it is given nothing
 
 
@@ -98,15 +100,14 @@ def compare(
         work = LMCompare(name, plan, out, results, device=_device(device), only=only, tick=tick, until=seconds)
         for row in work.results():
             rows.append(row)
-            saved = f"TLOps saved {row['tlops_saved']:.3f}"
-            aside.print(f"{row['name']}, seed {row['seed']}: loss {row['loss']:.4f}, {saved}")
+            _finish({key: row[key] for key in TOLD if key in row})
     summary = summarised(rows)
     columns = ["name", "seeds", "loss", "gap", "tlops_saved", "macs_saved", "loss_soft", "tau"]
     _table(name, columns, [["" if row.get(c) is None else row[c] for c in columns] for row in summary])
     table = work.folder / "table.md"
     table.write_text(markdown(summary))
-    figures = {"tradeoff": tradeoff(summary, name), "hard_against_soft": hard_against_soft(rows, name)}
-    paths = [str(save_figure(figure, work.folder / f"{stem}.png")) for stem, figure in figures.items()]
+    drawn = figures(rows, plan.allowed, name.removesuffix("_compare")) if rows else {}
+    paths = [str(save_figure(figure, work.folder / f"{stem}.png")) for stem, figure in drawn.items()]
     _finish({"results": summary, "table": str(table), "figures": paths})
 
 
@@ -173,6 +174,7 @@ def bench(
             progress=lambda row: bar.advance(task),
         )
     columns = ["batch", "decisions", "fraction", "static_ms", "adaptive_ms", "speedup", "spread", "promised", "reached"]
+    columns += ["promised_macs", "reached_macs"]
     rows = [[row[c] for c in columns] for row in result["rows"]]
     _table(f"{checkpoint} on {result['device']}, {dtype}, {result['context']} characters", columns, rows)
     _finish(result)

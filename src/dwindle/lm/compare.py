@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..compare import _machine, _read, _slug
@@ -29,9 +30,6 @@ from .load import load_lm
 from .routing import Control
 from .text import Text, open_text
 from .train import LMRecipe, LMRun
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 STATIC = "static"
 LEAST = 0.01  # of token-layer operations; less saved is nothing to match
@@ -70,7 +68,7 @@ class LMCompare:
     ) -> None:
         """only: names of results. until: seconds after which no further training is begun."""
         self.name, self.comparison, self.device, self.tick = name, comparison, device, tick
-        self.out, self.folder = Path(out), Path(results) / name
+        self.out, self.folder = Path(out), Path(results) / name.removesuffix("_compare")
         self.end = None if until is None else time.monotonic() + until
         known = [STATIC, *(self._tsa(p) for p in comparison.penalties)]
         known += [f"{kind} as {self._tsa(p)}" for p in comparison.penalties for kind in ("early exit", "MoD", "random")]
@@ -78,7 +76,7 @@ class LMCompare:
             if wanted not in known:
                 raise unknown("result of this comparison", wanted, known)
         self.only = set(only or known)
-        self.text: Text = open_text(comparison.base.data)
+        self.text: Text = open_text(comparison.base.data).to(torch.device(device))
         self.folder.mkdir(parents=True, exist_ok=True)
 
     @staticmethod
@@ -151,6 +149,8 @@ class LMCompare:
         else:
             model, trained = self._trained(recipe, self.out / (folder or f"{_slug(name)}-s{seed}"), name)
             found = (look or self._measure)(model)
+            if router == "TSA" and seed == self.comparison.seeds[0]:  # other seeds' rows take as long
+                found["timing"] = self._timed(model)
             result = {"comparison": self.name, "name": name, "seed": seed, "router": router}
             result |= {"options": model.method.config, **found, **trained, "conditions": conditions}
             result["machine"] = _machine(next(model.parameters()).device)
@@ -161,6 +161,7 @@ class LMCompare:
         run = LMRun(recipe, folder, device=self.device, resume=(folder / STATE).exists(), text=self.text)
         for _ in run.rounds(lambda step, terms: self.tick(name, step, recipe.steps) if self.tick else None):
             pass
+        run.recorded = None  # its memory, before the next run takes its own
         speed = {"train_loss": run.history[-1]["task"], "train_tokens_per_s": run.history[-1]["train_tokens_per_s"]}
         return load_lm(folder).to(run.device), speed
 
@@ -187,7 +188,17 @@ class LMCompare:
             model.method = Control(router, kind, rates, means)
             controls[kind] = {k: v for k, v in self._measure(model).items() if k in ("loss", "tlops_saved")}
         model.method = router
-        timed = bench_lm(  # of a copy: compiling changes a model for good
+        gated = soft["means"][1:]
+        return hard | {
+            "loss_soft": soft["loss"],
+            "skip_soft": 1 - sum(gated) / len(gated),
+            "tau": router.tau,
+            "sweep": sweep,
+            "controls": controls,
+        }
+
+    def _timed(self, model: AdaptiveLM) -> dict[str, Any]:
+        return bench_lm(  # of a copy: compiling changes a model for good
             copy.deepcopy(model),
             [self.comparison.batch],
             [],
@@ -197,15 +208,6 @@ class LMCompare:
             ids=self.text.val,
             compiled=compilable(self.device),
         )
-        gated = soft["means"][1:]
-        return hard | {
-            "loss_soft": soft["loss"],
-            "skip_soft": 1 - sum(gated) / len(gated),
-            "tau": router.tau,
-            "sweep": sweep,
-            "controls": controls,
-            "timing": timed,
-        }
 
 
 def summarised(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -222,7 +224,7 @@ def summarised(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             row[key] = mean(r[key] for r in group) if all(r.get(key) is not None for r in group) else None
         if all("controls" in r for r in group):
             row |= {f"control_{kind}": mean(r["controls"][kind]["loss"] for r in group) for kind in CONTROLS}
-            timed = [r["timing"]["rows"][0] for r in group if r["timing"]["rows"]]
+            timed = [r["timing"]["rows"][0] for r in group if r.get("timing", {}).get("rows")]
             row |= {key: mean(t[key] for t in timed) for key in ("speedup", "reached") if timed}
         rows.append({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()})
     return rows
@@ -238,43 +240,3 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
     lines = [f"| {' | '.join(shown)} |", "|---" * len(shown) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(cell(row.get(c)) for c in shown)} |" for row in rows)]) + "\n"
-
-
-def hard_against_soft(results: Sequence[dict[str, Any]], title: str) -> Figure:
-    """Validation loss and operations saved as tau rises, mean over seeds; dotted: soft."""
-    from ..view import _figure, _tidy
-
-    figure = _figure(10, 4.2, title)
-    loss, saved = figure.subplots(1, 2)
-    names = list(dict.fromkeys(r["name"] for r in results if "sweep" in r))
-    for i, name in enumerate(names):
-        group = [r for r in results if r["name"] == name]
-        taus = [point["tau"] for point in group[0]["sweep"]]
-        for axis, key, factor in ((loss, "loss", 1), (saved, "tlops_saved", 100)):
-            means = [factor * mean(r["sweep"][at][key] for r in group) for at in range(len(taus))]
-            axis.plot(taus, means, color=f"C{i}", marker="o", markersize=4, label=name)
-        loss.axhline(mean(r["loss_soft"] for r in group), color=f"C{i}", linestyle=":", linewidth=1)
-    loss.set(xlabel="tau", ylabel="validation loss (nats)")
-    saved.set(xlabel="tau", ylabel="TLOps saved (%)")
-    _tidy(loss, "hard at tau; dotted: soft")
-    _tidy(saved, "what is skipped")
-    if names:
-        loss.legend(fontsize=9, frameon=False)
-    return figure
-
-
-def tradeoff(rows: Sequence[dict[str, Any]], title: str) -> Figure:
-    """Loss against operations saved; bars: standard deviation over seeds."""
-    from ..view import _figure, _tidy
-
-    figure = _figure(8, 5, title)
-    axis = figure.add_subplot()
-    kinds = list(dict.fromkeys(row["name"].split(" as ")[0].split(" ")[0] for row in rows))
-    for row in rows:
-        i = kinds.index(row["name"].split(" as ")[0].split(" ")[0])
-        style: dict[str, Any] = {"color": f"C{i}", "marker": "osD^vP"[i % 6], "capsize": 3}
-        axis.errorbar([100 * row["tlops_saved"]], [row["loss"]], yerr=[row["spread"] or 0.0], **style)
-        axis.annotate(row["name"], (100 * row["tlops_saved"], row["loss"]), (5, 4), textcoords="offset points", size=8)
-    axis.set(xlabel="TLOps saved (%)", ylabel="validation loss (nats)")
-    _tidy(axis, "mean over seeds")
-    return figure

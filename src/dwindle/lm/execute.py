@@ -64,7 +64,8 @@ class AdaptiveLM(nn.Module):
         method.bind(self.backbone.shape)
         self.lm, self.method = lm, method
         self.extra: dict[str, Any] = {}
-        self.compiled: Callable[..., Tensor] | None = None
+        self.compiled: Callable[..., Tensor] | None = None  # packed blocks
+        self.learning: Callable[..., Tensor] | None = None  # masked blocks, while training
 
     @property
     def backbone(self) -> Any:
@@ -96,12 +97,14 @@ class AdaptiveLM(nn.Module):
             if keep is not None:
                 gate = gate or Gate(torch.ones(shape, device=x.device), everyone, self.method.keys)
                 gate = replace(gate, keep=keep[depth].to(x.device))
+            at = depth if cache else 0  # for the cache alone: one compiled function serves all blocks
             if gate is None or layout == "masked":
-                x = _masked(block, x, gate, turns, cache, depth)
+                scale, weight = (None, None) if gate is None else (gate.scale, gate.weight)
+                run = _masked if self.learning is None or not self.training else self.learning
+                x = run(block, x, scale, weight, turns, cache, at)
             else:
                 rows = gate.keep.flatten().nonzero()[:, 0]  # (T,)
                 run = _rows_run if self.compiled is None or cache is not None else self.compiled
-                at = depth if cache else 0  # for the cache alone: one compiled function serves all blocks
                 x = run(block, x, rows, gate.scale, gate.weight, turns, cache, at)
             trace.lives.append(Where(shape, everyone if gate is None else gate.keep))
             trace.values.append({} if gate is None else gate.record)
@@ -113,7 +116,18 @@ class AdaptiveLM(nn.Module):
 
     def compile_blocks(self) -> None:
         """Compile packed blocks, for however many rows run. It stays so: for timing and serving."""
-        self.compiled = torch.compile(_rows_run, dynamic=True)
+        compiled = torch.compile(_rows_run)
+
+        def run(block: Any, x: Tensor, rows: Tensor, *rest: Any) -> Tensor:
+            torch._dynamo.maybe_mark_dynamic(rows, 0)  # and nothing else: known sizes make better code
+            return compiled(block, x, rows, *rest)
+
+        self.compiled = run
+        self.method.compile_parts()
+
+    def compile_training(self) -> None:
+        """Compile masked blocks: one function for the blocks of all models of a process that are of one shape."""
+        self.learning = torch.compile(_masked, dynamic=False)
         self.method.compile_parts()
 
     def terms(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
@@ -135,12 +149,20 @@ def tlops_saved(trace: Trace) -> Tensor:
     return 1 - trace.live.double().mean((0, 2))
 
 
-def _masked(block: Any, x: Tensor, gate: Gate | None, turns: Turns, cache: Cache | None, depth: int) -> Tensor:
+def _masked(
+    block: Any,
+    x: Tensor,
+    scale_BN: Tensor | None,
+    weight_BN: Tensor | None,
+    turns: Turns,
+    cache: Cache | None,
+    depth: int,
+) -> Tensor:
+    """The stream after a block that all rows run, as much of it as they are scaled by; None: as it is."""
     h = block.normed(x)
     k, v = block.keys_values(h, turns)
-    weight = None if gate is None else gate.weight
-    new = block.rest(x, _attend(block, block.queries(h, turns), k, v, weight, cache, depth))
-    return new if gate is None else x + gate.scale[..., None].to(x.dtype) * (new - x)
+    new = block.rest(x, _attend(block, block.queries(h, turns), k, v, weight_BN, cache, depth))
+    return new if scale_BN is None else x + scale_BN[..., None].to(x.dtype) * (new - x)
 
 
 def _rows_run(
@@ -153,10 +175,15 @@ def _rows_run(
     cache: Cache | None,
     depth: int,
 ) -> Tensor:
-    """The stream after a block that only these rows (T,) run; without weights all offer keys."""
-    shape = x.shape[:2]
-    flat, here = x.flatten(0, 1), tuple(t[rows % shape[1]] for t in turns)
-    live = flat[rows]
+    """The stream after a block that only these rows (T,) run; without weights all offer keys.
+
+    Without gradients it is written in place, the one before is gone.
+    """
+    shape, flat = x.shape[:2], x.flatten(0, 1)
+    live = flat.index_select(0, rows)
+
+    def here() -> Turns:
+        return tuple(t.index_select(0, rows % shape[1]) for t in turns)
 
     def spread(rows_T: Tensor) -> Tensor:
         """(T, H, E) back to (B, N, H, E), 0 where nobody ran."""
@@ -166,18 +193,24 @@ def _rows_run(
     if weight_BN is None:
         h = block.normed(x)
         k, v = block.keys_values(h, turns)
-        h = h.flatten(0, 1)[rows]
     else:
         h = block.normed(live)
-        k, v = (spread(t) for t in block.keys_values(h, here))
+        k, v = (spread(t) for t in block.keys_values(h, here()))
     if not len(rows):  # keys go to the cache also where nobody listens
         if cache is not None:
             cache.extend(depth, k, v, weight_BN)
         return x
-    heard = _attend(block, spread(block.queries(h, here)), k, v, weight_BN, cache, depth)
-    new = block.rest(live, heard.flatten(0, 1)[rows])
-    scale = scale_BN.flatten()[rows, None].to(x.dtype)
-    return flat.index_copy(0, rows, live + scale * (new - live)).unflatten(0, shape)
+    if weight_BN is not None:
+        q = spread(block.queries(h, here()))
+    elif 2 * len(rows) < len(flat):
+        q = spread(block.queries(h.flatten(0, 1).index_select(0, rows), here()))
+    else:  # moving queries there and back takes longer than computing those that nobody asks for
+        q = block.queries(h, turns)
+    heard = _attend(block, q, k, v, weight_BN, cache, depth)
+    new = block.rest(live, heard.flatten(0, 1).index_select(0, rows))
+    new = live + scale_BN.flatten().index_select(0, rows)[:, None].to(x.dtype) * (new - live)
+    written = flat.index_copy(0, rows, new) if torch.is_grad_enabled() else flat.index_copy_(0, rows, new)
+    return written.unflatten(0, shape)
 
 
 def _attend(

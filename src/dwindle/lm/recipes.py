@@ -41,6 +41,7 @@ def tsa_enwik8() -> LMRecipe:
     """The same on enwik8's bytes (90M, 5M and 5M). For a GPU.
 
     dwindle train tsa_enwik8 --data DATA/enwik8
+    Of another file, the same shares: --data bytes:FILE
     """
     return LMRecipe(
         data="enwik8",
@@ -78,9 +79,10 @@ def tsa_tiny_test() -> LMRecipe:
 def tsa_shakespeare_compare() -> LMComparison:
     """What of the paper holds on Tiny-Shakespeare: every router under the same conditions, three seeds. For a GPU.
 
-    dwindle compare tsa_shakespeare_compare --out runs/tsa_shakespeare
+    dwindle compare tsa_shakespeare_compare --out runs/tsa_shakespeare --until 8
+    The same command goes on with what is missing; with --until 0 it only draws what is there.
     """
-    return LMComparison(dataclasses.replace(tsa_shakespeare_large(), eval_every=2000))
+    return LMComparison(dataclasses.replace(tsa_shakespeare_large(), eval_every=1000))
 
 
 def tsa_enwik8_compare() -> LMComparison:
@@ -88,7 +90,7 @@ def tsa_enwik8_compare() -> LMComparison:
 
     dwindle compare tsa_enwik8_compare --data DATA/enwik8 --out runs/tsa_enwik8
     """
-    return LMComparison(dataclasses.replace(tsa_enwik8(), eval_every=5000))
+    return LMComparison(dataclasses.replace(tsa_enwik8(), eval_every=2500), windows=2048)
 
 
 def tsa_small_compare() -> LMComparison:

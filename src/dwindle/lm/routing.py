@@ -83,7 +83,7 @@ class Router(nn.Module):
         return None
 
     def compile_parts(self) -> None:
-        """Compile what decisions are made with, for inference."""
+        """Compile what decisions are made with."""
 
     def losses(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
         return {}

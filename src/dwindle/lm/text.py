@@ -6,7 +6,7 @@ import gzip
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ..train.batches import mix
 
 KNOWN = ("shakespeare", "enwik8")
 ENWIK8_BYTES = 100_000_000
+BYTES = "bytes:"
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,18 @@ class Text:
     val: Tensor
     test: Tensor
 
-    def batch(self, batch: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """(B, N) characters from random places, and those that follow; the same for the same seed and step."""
-        drawn = np.random.default_rng(mix(seed, step)).integers(0, len(self.train) - context, batch)
-        rows = torch.from_numpy(drawn)[:, None] + torch.arange(context + 1)
-        ids = self.train[rows].long()
-        return ids[:, :-1], ids[:, 1:]
+    def to(self, device: torch.device) -> Text:
+        return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))
+
+    def places(self, batch: int, context: int, seed: int, steps: int) -> Tensor:
+        """(steps, B) where the sequences of every step begin; a step's are a function of it and the seed."""
+        last = len(self.train) - context
+        drawn = [np.random.default_rng(mix(seed, step)).integers(0, last, batch) for step in range(steps)]
+        return torch.from_numpy(np.stack(drawn)).to(self.train.device)
+
+    def cut(self, places_B: Tensor, context: int) -> tuple[Tensor, Tensor]:
+        """(B, N) characters of the training text from these places on, and those that follow."""
+        return _cut(self.train, places_B, context)
 
 
 def windows(
@@ -87,9 +94,12 @@ def windows(
     count = (len(ids) - 1) // context
     count = count if limit is None else min(limit, count)
     for begin in range(0, count, batch):
-        starts = torch.arange(begin, min(begin + batch, count)) * context
-        cut = ids[starts[:, None] + torch.arange(context + 1)].long()
-        yield cut[:, :-1], cut[:, 1:]
+        yield _cut(ids, torch.arange(begin, min(begin + batch, count), device=ids.device) * context, context)
+
+
+def _cut(ids: Tensor, places_B: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    rows = ids[places_B[:, None] + torch.arange(context + 1, device=ids.device)].long()
+    return rows[:, :-1], rows[:, 1:]
 
 
 def check_long(ids: Tensor, context: int, name: str) -> None:
@@ -101,11 +111,12 @@ def check_long(ids: Tensor, context: int, name: str) -> None:
 
 
 def open_text(name: str, vocabulary: Vocabulary | None = None) -> Text:
-    """'shakespeare' (ships with Dwindle), 'enwik8' (under $DWINDLE_DATA or ./data), or a UTF-8 text file.
+    """'shakespeare' (ships with Dwindle), 'enwik8' (under $DWINDLE_DATA or ./data), a UTF-8 text file, or
+    'bytes:FILE', any file byte by byte.
 
     vocabulary: a trained model's; by itself the text's own characters, and bytes for enwik8.
     """
-    given = Path(name).expanduser()
+    raw, given = name.startswith(BYTES), Path(name.removeprefix(BYTES)).expanduser()
     if name == "shakespeare":
         path = Path(str(files("dwindle"))) / "assets" / "text" / "tinyshakespeare.txt"
         # char-rnn's and nanoGPT's split: nine tenths, and the last tenth to validate, which is all there is to test.
@@ -121,7 +132,7 @@ def open_text(name: str, vocabulary: Vocabulary | None = None) -> Text:
         )
     if given.is_dir():
         raise DwindleError(f"'{name}' is a folder; give a text file.")
-    return _split(name, given.read_bytes(), vocabulary, (0.9, 0.05, 0.05))
+    return _split(name, given.read_bytes(), vocabulary or (Vocabulary(None) if raw else None), (0.9, 0.05, 0.05))
 
 
 def _enwik8(name: str, given: Path, vocabulary: Vocabulary | None) -> Text:
@@ -154,7 +165,9 @@ def _split(name: str, data: bytes, vocabulary: Vocabulary | None, shares: tuple[
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise DwindleError(f"'{name}' is not UTF-8 text (byte {error.start}); convert it first.") from error
+            raise DwindleError(
+                f"'{name}' is not UTF-8 text (byte {error.start}); convert it, or train on {BYTES}{name}."
+            ) from error
     vocabulary = vocabulary or Vocabulary("".join(sorted(set(text))))  # type: ignore[arg-type]
     ids = vocabulary.encode(text, f"'{name}'")
     ends = [round(len(ids) * shares[0]), round(len(ids) * (shares[0] + shares[1]))]

@@ -21,6 +21,7 @@ from ..checkpoint import save
 from ..errors import DwindleError
 from ..methods.base import require
 from ..train.recipe import made
+from ..train.record import Recorded, record
 from ..train.state import claim_folder, random_state, read_state, restore_random, write_metrics, write_state
 from .card import write_lm_card
 from .evaluate import evaluate
@@ -29,8 +30,6 @@ from .model import CharLM, LMSize
 from .routing import Router
 from .text import Text, check_long, open_text
 from .tsa import TSA, softly
-
-WORTH_COMPILING = 4000  # steps; for fewer, compiling takes longer than it saves
 
 
 @dataclass
@@ -55,7 +54,7 @@ class LMRecipe:
     beta2: float = 0.99
     clip: float = 1.0
     amp: bool = True  # bf16 autocast on a GPU
-    compile: bool | None = None  # None: on a GPU, when the run is long enough to win the time back
+    compile: bool | None = None  # compile the blocks; on a GPU also record the step as a CUDA graph. None: on a GPU
     seed: int = 0
     eval_every: int = 500  # steps; a checkpoint is written with it, so it is what a kill may cost
     eval_windows: int | None = None  # of the validation text; None: all
@@ -95,7 +94,7 @@ class LMRun:
         self.given = json.loads(json.dumps(dataclasses.asdict(recipe)))
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         claim_folder(self.out, resume)
-        self.text = text or open_text(recipe.data)
+        self.text = (text or open_text(recipe.data)).to(self.device)  # all of it: a step waits for no copy
         check_long(self.text.train, recipe.context, self.text.name)
         check_long(self.text.val, recipe.context, self.text.name)
         torch.manual_seed(recipe.seed)
@@ -103,10 +102,11 @@ class LMRun:
         self.optimizer = torch.optim.AdamW(
             _groups(self.model, recipe.weight_decay), lr=recipe.lr, betas=(0.9, recipe.beta2), fused=self._gpu
         )
-        self.lesson: Callable[[Tensor, Tensor], dict[str, Tensor]] = self._lesson
-        worth = self._gpu and recipe.steps >= WORTH_COMPILING and importlib.util.find_spec("triton") is not None
-        if worth if recipe.compile is None else recipe.compile:
-            self.lesson = torch.compile(self._lesson)
+        self.places = self.text.places(recipe.batch, recipe.context, recipe.seed, recipe.steps)
+        self.recorded: Recorded | None = None
+        self.recording = self._gpu and recipe.compile is not False
+        if recipe.compile or (self.recording and importlib.util.find_spec("triton") is not None):
+            self.model.compile_training()
         self.step = 0
         self.history: list[dict[str, float]] = []
         self.noted = 0
@@ -117,9 +117,11 @@ class LMRun:
     def _gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def _lesson(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    def _backward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.amp and self._gpu):
-            return self.model.terms(self.model(x), y)
+            terms = self.model.terms(self.model(x), y)
+        terms["total"].backward()
+        return {name: value.detach() for name, value in terms.items()}
 
     def rounds(self, tick: Callable[[int, dict[str, Tensor]], None] | None = None) -> Iterator[dict[str, float]]:
         """Train what is left to train. `tick(step, terms)` is called after every step."""
@@ -145,20 +147,22 @@ class LMRun:
                 sums, since, begin = {}, self.step, time.perf_counter()
 
     def _learn(self) -> dict[str, Tensor]:
-        recipe = self.recipe
-        self.model.train()
+        recipe, model = self.recipe, self.model
+        model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr(self.step)
-        drawn = self.text.batch(recipe.batch, recipe.context, recipe.seed, self.step)
-        x, y = (t.to(self.device, non_blocking=True) for t in drawn)
-        terms = self.lesson(x, y)
-        self.optimizer.zero_grad(set_to_none=True)
-        terms["total"].backward()
+        x, y = self.text.cut(self.places[self.step], recipe.context)
+        if self.recording:
+            self.recorded = self.recorded or record(self._backward, model, x, y, what=type(model.method).__name__)
+            terms = self.recorded(x, y)
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
+            terms = self._backward(x, y)
         if recipe.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+            nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         self.optimizer.step()
         self.step += 1
-        return {name: value.detach() for name, value in terms.items()}
+        return terms
 
     def _lr(self, step: int) -> float:
         """Linear warm-up, then a cosine down to min_lr."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,7 @@ class TSA(Router):
         require(penalty >= 0, f"penalty = {penalty}", "it must be at least 0")
         require(hidden is None or hidden >= 1, f"hidden = {hidden}", "it must be at least 1")
         self.penalty, self.tau, self.keys, self.hidden, self.open = penalty, tau, keys, hidden, open
+        self.ask: Callable[[nn.Module, Tensor], Tensor] = _probability
 
     def bind(self, shape: LMShape) -> None:
         super().bind(shape)
@@ -53,14 +54,12 @@ class TSA(Router):
     def gate(self, now: Moment) -> Gate | None:
         if now.depth == 0:  # an embedding knows nothing of its context: there is nothing to decide by
             return None
-        # The stream grows with depth; the gate reads its direction.
-        p = wide(self.gates[now.depth - 1](F.layer_norm(now.x, now.x.shape[-1:]))[..., 0]).sigmoid()
+        p = self.ask(self.gates[now.depth - 1], now.x)
         keep = torch.ones_like(p, dtype=torch.bool) if self.training else p >= self.tau
         return Gate(p, keep, self.keys, {"p": p})
 
     def compile_parts(self) -> None:
-        for gate in self.gates:
-            gate.compile()
+        self.ask = torch.compile(_probability)
 
     def losses(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
         return {"depth": torch.stack([values["p"].mean() for values in out.trace.values[1:]]).mean()}
@@ -75,6 +74,11 @@ class TSA(Router):
     @property
     def _hidden(self) -> int:
         return self.hidden or max(self.shape.width // 4, 1)
+
+
+def _probability(gate: nn.Module, x: Tensor) -> Tensor:
+    """(B, N). The stream grows with depth; the gate reads its direction."""
+    return wide(gate(F.layer_norm(x, x.shape[-1:]))[..., 0]).sigmoid()
 
 
 def _gate(width: int, hidden: int, open: float) -> nn.Module:

@@ -42,16 +42,18 @@ def attend_causal(
         bias = weight_Bm.clamp_min(tiny).log().to(k.dtype)[:, :, None] * size**0.5
         k = torch.cat([k[..., :size], bias[..., None].expand(*k.shape[:-1], 1), k[..., size + 1 :]], -1)
         q = torch.cat([q[..., :size], torch.ones_like(q[..., :1]), q[..., size + 1 :]], -1)
-    mask = None
+    mask, causal = None, False
     if 1 < n < m:
         mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+    elif n > 1:  # a branch, not an expression: where sizes are symbols, a fused call takes none for `is_causal`
+        causal = True
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         mask,
         dropout_p,
-        is_causal=n == m and n > 1,
+        is_causal=causal,
         scale=size**-0.5,
         enable_gqa=k.shape[2] != heads,
     ).transpose(1, 2)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from .. import ranks
 from ..engine.graph import cut_by_matmul
-from ..errors import DwindleError
 from ..model import AdaptiveViT, Output
 from .batches import seeded
 from .recipe import Recipe
+from .record import Recorded, record
 
 WORTH_COMPILING = 200_000  # images; compiling takes about as long as these take without
 
@@ -69,7 +69,7 @@ class Step:
         exchanged = ranks.together() and recipe.parallel == "ddp"
         self.lesson: Any = _exchanging(self.bare, device) if exchanged else self.bare
         self.begun = False
-        self.recorded: _Recorded | None = None
+        self.recorded: Recorded | None = None
         self.alone = [p for p in model.parameters() if not p.dim()] if recipe.parallel == "fsdp" else []
         self.mixup = _mixup(recipe, model.backbone.shape.classes)
 
@@ -83,8 +83,10 @@ class Step:
                 x, y = self.mixup(x, y)
                 y = y.to(x.device)
         if self.bare.compiled and x.is_cuda and not ranks.together() and recipe.accumulate == 1:
-            self.recorded = self.recorded or self._record(x, y)
-            sums = self.recorded(x, y)
+            if self.recorded is None:
+                weights = self._weights().to(x.device)
+                self.recorded = record(self.backward, model, x, y, weights, what=type(model.method).__name__)
+            sums = self.recorded(x, y, self._weights())
         else:
             optimizer.zero_grad(set_to_none=True)
             sums = self._gradients(x, y)
@@ -99,14 +101,15 @@ class Step:
         model.method.observe(means[list(sums).index("cost")])
         return dict(zip(sums, means))
 
-    def _record(self, x: Tensor, y: Tensor) -> _Recorded:
-        try:
-            return _Recorded(self, x, y)
-        except RuntimeError as error:  # torch's errors of CUDA and of capturing derive from it
-            raise DwindleError(
-                f"A training step of {type(self.model.method).__name__} cannot be recorded as a CUDA graph "
-                f"({str(error).splitlines()[0]}): something in it waits for the GPU; train with --set compile=false."
-            ) from error
+    def _weights(self) -> Tensor:
+        """Of the terms, in their order: they are brought in over time, so a graph takes them as an input."""
+        weights = torch.zeros(32)
+        if self.recorded is not None:
+            given = {"task": self.recipe.label_weight, "distill": self.recipe.teacher_weight}
+            given |= self.model.method.loss_weights
+            names = [name for name in self.recorded.terms if name not in ("total", "cost")]
+            weights[: len(names)] = torch.tensor([given[name] for name in names])
+        return weights
 
     def _gradients(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Of the batch, in as many micro-batches as the recipe says."""
@@ -134,47 +137,6 @@ class Step:
         )
         (share * total).backward()
         return {n: v.detach().float() for n, v in (terms | {"total": total, "cost": cost}).items()}
-
-
-class _Recorded:
-    """Forward and backward as one CUDA graph: launching their kernels one by one takes longer than running them."""
-
-    def __init__(self, step: Step, x: Tensor, y: Tensor) -> None:
-        self.step, self.x, self.y = step, x.clone(memory_format=torch.preserve_format), y.clone()
-        self.weights = torch.zeros(32, device=x.device)
-        self.names: list[str] = []
-        model = step.model
-        # Trying out moves running moments and random numbers: put back, so that a resumed run is the same run.
-        before, drawn = [b.clone() for b in model.buffers()], torch.cuda.get_rng_state(x.device)
-        aside = torch.cuda.Stream()  # where gradients are first accumulated they are later: try out and record on one
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(3):
-                self._clear()
-                terms = step.backward(self.x, self.y, self.weights)
-        torch.cuda.current_stream().wait_stream(aside)
-        self.names = [name for name in terms if name not in ("total", "cost")]
-        self._clear()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=aside):
-            self.terms = step.backward(self.x, self.y, self.weights)
-        for buffer, value in zip(model.buffers(), before):
-            buffer.copy_(value)
-        torch.cuda.set_rng_state(drawn, x.device)
-
-    def _clear(self) -> None:
-        for parameter in self.step.model.parameters():
-            parameter.grad = None
-
-    def __call__(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        recipe, method = self.step.recipe, self.step.model.method
-        # Weights are brought in over time: an input, or the graph would hold those of its first step.
-        given = {"task": recipe.label_weight, "distill": recipe.teacher_weight} | method.loss_weights
-        self.weights[: len(self.names)] = torch.tensor([given[name] for name in self.names], dtype=torch.float32)
-        self.x.copy_(x)
-        self.y.copy_(y)
-        self.graph.replay()
-        return {name: value.clone() for name, value in self.terms.items()}
 
 
 def _exchanging(lesson: Lesson, device: torch.device) -> nn.Module:
