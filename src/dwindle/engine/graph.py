@@ -125,7 +125,7 @@ class Engine:
         try:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             recorded = Recording(self.model, self._ready, images, depths, self._pool, self._turn)
-        except RuntimeError as error:  # torch's errors of capturing derive from it
+        except refusals() as error:
             method, reason = type(self.model.method).__name__, str(error).splitlines()[0]
             log.warning("engine: %s cannot be recorded (%s); %s runs eager, packed", method, reason, size)
             return eager
@@ -136,6 +136,15 @@ class Engine:
         self.chosen[size] = name
         log.info("engine: %s runs as %s (graph %.3f ms, eager %.3f ms)", size, name, spent["graph"], spent["eager"])
         return recorded if name == "graph" else eager
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """torch's errors of capturing derive from the first; a kernel that does not fit the chip raises the second."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return (RuntimeError,)
+    return (RuntimeError, TritonError)
 
 
 def prepared(model: AdaptiveViT) -> dict[nn.Module, Ready]:

@@ -103,7 +103,7 @@ def plan(x_BND: Tensor, rows: Rows, mean_BD: Tensor, plan: Plan) -> tuple[Tensor
         PRECISION=precision(x_BND),
         BM=block,
         BH=power_of_two(hidden, 16),
-        BK=32 if interpreted() else 64,
+        BK=64 if hidden <= 128 and not interpreted() else 32,
         num_warps=4,
         **overlapping(x_BND, capacity),
     )
