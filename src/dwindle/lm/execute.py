@@ -204,7 +204,7 @@ def _rows_run(
         q = spread(block.queries(h, here()))
     elif 2 * len(rows) < len(flat):
         q = spread(block.queries(h.flatten(0, 1).index_select(0, rows), here()))
-    else:  # moving queries there and back takes longer than computing those that nobody asks for
+    else:  # moving queries there and back saves nothing over computing those that nobody asks for
         q = block.queries(h, turns)
     heard = _attend(block, q, k, v, weight_BN, cache, depth)
     new = block.rest(live, heard.flatten(0, 1).index_select(0, rows))
