@@ -2,15 +2,17 @@
 
 import copy
 import threading
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
-from dwindle.engine.graph import prepared
+from dwindle.engine import graph, recording
+from dwindle.engine.graph import Engine, prepared
 from dwindle.engine.live import Live
+from dwindle.engine.recording import Recording, everyone
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -26,13 +28,28 @@ def same(ours, theirs, tolerance):
             torch.testing.assert_close(mine, its, atol=20 * tolerance, rtol=tolerance)
 
 
+def live(model):
+    ready = prepared(model)
+    return lambda x, prefix: Live.begin(x, prefix, ready, *everyone(*x.shape[:2], x.device))
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """The engine where there is no GPU: a recording does again what it did when it was made."""
+    monkeypatch.setattr(recording, "captured", lambda call, pool=None: (call(), SimpleNamespace(replay=call))[1])
+    monkeypatch.setattr(graph, "available", lambda images: True)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    # Always the recording, whatever is faster here.
+    monkeypatch.setattr("dwindle.bench.milliseconds", lambda calls, seconds, device: [[i] for i, _ in enumerate(calls)])
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("backbone", BACKBONES)
 @torch.no_grad()
 def test_live_rows_are_the_packed_ones(backbone, method):
     model = build(backbone, METHODS[method]()).eval()
     images = images_for(model, 3)
-    ours = model.run(images, partial(Live.begin, ready=prepared(model)))
+    ours = model.run(images, live(model))
     same(ours, model(images, layout="packed"), 2e-4)
 
 
@@ -41,7 +58,7 @@ def test_forced_depths_in_live_rows():
     model = build("vit", dwindle.AHT(stages=(1, 2))).eval()
     images = images_for(model, 3)
     depths = torch.randint(1, 5, model(images).trace.depth.shape, generator=torch.Generator().manual_seed(0))
-    ours = model.run(images, partial(Live.begin, ready=prepared(model)), depths)
+    ours = model.run(images, live(model), depths)
     assert torch.equal(ours.trace.depth, depths)
     same(ours, model(images, layout="packed", depths=depths), 2e-4)
 
@@ -94,19 +111,63 @@ def test_results_outlive_the_next_call():
     assert all(torch.equal(a, b) for a, b in zip((first.logits, first.trace.depth, first.features), kept))
 
 
+@pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
-def test_a_recalled_trace_is_the_trace(monkeypatch):
-    """What a recording hands out, without a GPU: the graph is left out, what it would have written is there."""
-    from types import SimpleNamespace
+def test_a_recording_takes_fewer_images_than_it_was_made_for(no_gpu, method):
+    model = build("vit", METHODS[method]()).eval()
+    images = images_for(model, 5)
+    made = Recording(model, prepared(model), images, None, None, None, threading.Lock())
+    for count in (5, 2, 4, 5):
+        same(made(images[:count]), model(images[:count], layout="packed"), 2e-4)
+        assert made.finite()
 
-    from dwindle.engine import graph
 
-    monkeypatch.setattr(graph, "captured", lambda call, pool=None: (call(), SimpleNamespace(replay=lambda: None))[1])
+@torch.no_grad()
+def test_a_recalled_output_is_an_output(no_gpu):
     model = build("vit", METHODS["AHT"]()).eval()
     images = images_for(model, 3)
-    recording = graph.Recording(model, prepared(model), images, None, None, threading.Lock())
-    same(recording(images), model(images, layout="packed"), 2e-4)
-    assert recording.finite()
-    recalled = copy.deepcopy(recording(images))
+    made = Recording(model, prepared(model), images, None, None, None, threading.Lock())
+    recalled = copy.deepcopy(made(images))
     assert recalled.trace.exits == [] and torch.equal(recalled.trace.depth, model(images).trace.depth)
-    assert torch.equal(recalled.logits, recording(images).logits) and not hasattr(recording(images), "nothing")
+    assert torch.equal(recalled.logits, made(images).logits) and not hasattr(made(images), "nothing")
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name]().dial_per_image])
+@torch.no_grad()
+def test_a_dial_for_each_image_in_the_engine(no_gpu, method):
+    model = build("vit", METHODS[method]()).eval()
+    images = images_for(model, 4)
+    _, cheap, dear = model.method.dial
+    dial = torch.tensor([cheap, dear, (cheap + dear) / 2, dear])
+    engine = Engine(model)
+    same(engine(images, None, dial), model(images, layout="packed", dial=dial), 2e-4)
+    same(engine(images, None, dial.flip(0)), model(images, layout="packed", dial=dial.flip(0)), 2e-4)
+    same(engine(images), model(images, layout="packed"), 2e-4)
+
+
+@torch.no_grad()
+def test_the_engine_keeps_few_recordings_and_follows_the_model(no_gpu, monkeypatch):
+    monkeypatch.setattr(graph, "GRAPHS", 3)
+    model = build("vit", METHODS["AHT"]()).eval()
+    images, engine = images_for(model, 6), Engine(model)
+    for count in (6, 1, 3, 2, 5, 4, 6, 1):  # the fourth and later find room in a larger one, or push out the oldest
+        same(engine(images[:count]), model(images[:count], layout="packed"), 2e-4)
+        assert len(engine._paths) <= 3
+    assert set(engine._paths.values()) >= set(engine._latest.values())
+    before = dict(engine._paths)
+    same(engine(images[:2]), model(images[:2], layout="packed"), 2e-4)
+    assert dict(engine._paths) == before
+    for change in (
+        lambda: model.vit.head.weight.mul_(2),
+        lambda: model.vit.blocks[1].mlp.fc1.weight.mul_(1.5),
+        lambda: setattr(model.method, "threshold", 0.2),
+        lambda: model.method.bar.fill_(0.5),
+        lambda: setattr(model.vit, "head", copy.deepcopy(model.vit.head)),
+        lambda: model.double().float(),
+    ):
+        change()
+        same(engine(images), model(images, layout="packed"), 2e-4)
+    with pytest.raises(dwindle.DwindleError, match="NaN"):
+        engine(images * torch.nan)
+    with pytest.raises(dwindle.DwindleError, match="do not fit"):
+        engine(images[:, :1])

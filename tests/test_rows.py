@@ -157,9 +157,9 @@ def test_attend_rows(dtype, size, extras):
 
 @kernels
 @several_dtypes
-@given(st.integers(1, 4), st.integers(1, 30), st.floats(0, 1), st.booleans(), st.integers(0, 99))
-@settings(max_examples=10, deadline=None)
-def test_planner_and_supervisor(dtype, images, tokens, share, forcing, seed):
+@given(st.integers(1, 4), st.integers(1, 30), st.floats(0, 1), st.booleans(), st.booleans(), st.integers(0, 99))
+@settings(max_examples=12, deadline=None)
+def test_planner_and_supervisor(dtype, images, tokens, share, forcing, dialled, seed):
     torch.manual_seed(seed)
     width, hidden, layer = 40, 12, 3
     live = random_live(images, tokens, share, seed).to(DEVICE)
@@ -170,6 +170,9 @@ def test_planner_and_supervisor(dtype, images, tokens, share, forcing, seed):
     sizes = ((hidden, width), (hidden, width), (hidden,), (hidden,), (1,))
     weights = [torch.randn(size, device=DEVICE).to(dtype) for size in sizes]
     scalars = [torch.tensor(value, device=DEVICE) for value in (0.3, 2.0, -0.1)]
+    threshold = 0.9
+    if dialled:
+        scalars[-1], threshold = torch.randn(2, images, device=DEVICE)
     made_with = planner.Plan(*weights, *scalars, 0.1, layer, 12)
     ours, theirs = planner.plan(x, rows, wanted, made_with), planner.plan_ref(x, rows, wanted, made_with)
     for mine, its in zip(ours, theirs):
@@ -177,7 +180,7 @@ def test_planner_and_supervisor(dtype, images, tokens, share, forcing, seed):
     tap, before = torch.randn(images, tokens, device=DEVICE), torch.rand(images, tokens, device=DEVICE)
     forced = torch.randint(1, 6, (images, tokens), device=DEVICE) if forcing else None
     gamma, beta = torch.tensor(0.7, device=DEVICE), torch.tensor(0.2, device=DEVICE)
-    given_to_both = (tap, theirs[1], before, live, planner.Halt(gamma, beta, 3.0, layer, 0.9, 1), forced)
+    given_to_both = (tap, theirs[1], before, live, planner.Halt(gamma, beta, 3.0, layer, threshold, 1), forced)
     (*ours, listed), (*theirs, wanted) = planner.halt(*given_to_both), planner.halt_ref(*given_to_both)
     for mine, its in zip(ours, theirs):
         torch.testing.assert_close(mine[live], its[live], atol=1e-5, rtol=1e-5)

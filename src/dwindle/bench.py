@@ -92,7 +92,7 @@ def some_photos(model: AdaptiveViT, data: str, count: int) -> Tensor:
 
 def static_calls(model: AdaptiveViT, images: Tensor, variants: Sequence[str]) -> dict[str, Callable[[], Any]]:
     """The wrapped model without us: 'eager', 'graph' (as a CUDA graph), 'compile' (torch.compile, max-autotune)."""
-    from .engine.graph import captured
+    from .engine.recording import captured
 
     vit = copy.deepcopy(model).unwrap()
     calls: dict[str, Callable[[], Any]] = {"eager": partial(vit, images)}

@@ -59,8 +59,8 @@ class AdaptiveViT(nn.Module):
         for, packed by the engine.
         """
         layout = layout or self.layout
-        if layout is None and dial is None and images.is_cuda and not (self.training or torch.is_grad_enabled()):
-            return self.engine(images, depths)
+        if layout is None and images.is_cuda and not (self.training or torch.is_grad_enabled()):
+            return self.engine(images, depths, dial)
         self.check_images(images)
         layout = layout or ("masked" if self.training else "packed")
         if layout not in LAYOUTS:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +18,14 @@ from ..tokens import Masked
 from .block import Ready
 
 
-@lru_cache(8)
-def everyone(images: int, count: int, device: torch.device) -> tuple[Tensor, Rows]:
-    """How every forward pass begins. Nobody writes to these."""
-    live = torch.ones(images, count, dtype=torch.bool, device=device)
-    every = torch.arange(images * count, dtype=torch.int32, device=device)
-    return live, Rows(every, torch.arange(0, images * count + 1, count, dtype=torch.int32, device=device))
-
-
 @dataclass
 class Live(Masked):
     ready: dict[nn.Module, Ready] = field(default_factory=dict)
 
     @staticmethod
-    def begin(x_BND: Tensor, prefix: int, ready: dict[nn.Module, Ready]) -> Live:
+    def begin(x_BND: Tensor, prefix: int, ready: dict[nn.Module, Ready], live: Tensor, rows: Rows) -> Live:
+        """live, rows: who is there, as a sheet and as a list. Nobody writes to these."""
         images, count, _ = x_BND.shape
-        live, rows = everyone(images, count, x_BND.device)
         return Live(x_BND.contiguous(), (images, count), prefix, live=live, ready=ready, rows=rows)
 
     def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Live:

@@ -247,7 +247,8 @@ class AHT(Method):
         assert tap is not None
         if tokens.rows is not None:
             prefix = 0 if self.halt_class else tokens.prefix
-            rule = Halt(self.gamma, self.beta, self.follow, layer, self.threshold, prefix)
+            limit = self._of_images(tokens, "threshold")
+            rule = Halt(self.gamma, self.beta, self.follow, layer, limit, prefix)
             score, total, keep, rows = halt(tap, plan, before, tokens.counted, rule, tokens.notes.get("forced"))
             tokens.listed = (keep, rows)
         else:
@@ -273,7 +274,7 @@ class AHT(Method):
                 planner.out.bias,
                 planner.mean,
                 planner.deviation,
-                self.bar,
+                self._of_images(tokens, "bar"),
                 self.softness,
                 layer,
                 blocks,
@@ -291,6 +292,11 @@ class AHT(Method):
             record = {"plan": plan, "standing": standing}
         tokens.notes["plan"] = plan
         return record
+
+    def _of_images(self, tokens: Tokens, name: str) -> Any:
+        """`dialled`, for kernels: one value, or one for each image."""
+        value = self.dialled(tokens, name)
+        return value if value is getattr(self, name) else value[:, 0]
 
     def _may_halt(self, layer: int) -> bool:
         """Before the first plan hardly anyone does; after the last block nobody needs to."""

@@ -51,7 +51,7 @@ class Plan(NamedTuple):
     shift: Tensor  # (1)
     mean: Tensor
     deviation: Tensor
-    bar: Tensor
+    bar: Tensor  # a scalar, or (B,)
     softness: float
     layer: int
     blocks: int
@@ -65,7 +65,8 @@ def plan_ref(x_BND: Tensor, rows: Rows, mean_BD: Tensor, plan: Plan) -> tuple[Te
     hidden = x_BND.reshape(-1, width)[live].float() @ plan.token.float().T + context[live // tokens]
     value = torch.relu(hidden) @ plan.out.float() + plan.shift.float()
     standing = (value - plan.mean.float()) / plan.deviation.float()
-    go = torch.sigmoid((standing - plan.bar.float()) / plan.softness)
+    bar = plan.bar.float()
+    go = torch.sigmoid((standing - (bar[live // tokens] if bar.dim() else bar)) / plan.softness)
     sheets = torch.zeros(2, images * tokens, device=x_BND.device)
     sheets[0, live] = standing
     sheets[1, live] = plan.layer + (plan.blocks - plan.layer) * go
@@ -100,6 +101,7 @@ def plan(x_BND: Tensor, rows: Rows, mean_BD: Tensor, plan: Plan) -> tuple[Tensor
         tokens,
         width,
         hidden,
+        DIALLED=plan.bar.dim() > 0,
         PRECISION=precision(x_BND),
         BM=block,
         BH=power_of_two(hidden, 16),
@@ -117,7 +119,7 @@ class Halt(NamedTuple):
     beta: Tensor
     follow: float
     layer: int
-    threshold: float
+    threshold: float | Tensor  # or (B,)
     prefix: int
 
 
@@ -127,7 +129,8 @@ def halt_ref(
     """Scores, their sums, and who goes on, as a sheet and as a list."""
     score = torch.sigmoid(rule.gamma * (tap_BN.float() + rule.follow * (rule.layer - plan_BN)) + rule.beta)
     total = sum_BN + score
-    keep = total < rule.threshold if forced_BN is None else forced_BN > rule.layer
+    limit = rule.threshold[:, None] if isinstance(rule.threshold, Tensor) else rule.threshold
+    keep = total < limit if forced_BN is None else forced_BN > rule.layer
     if forced_BN is None:
         keep[:, : rule.prefix] = True
     rows, live = compact_ref(live_BN, keep)
@@ -144,6 +147,7 @@ def halt(
     counts, starts, rows = (
         torch.empty(n, dtype=torch.int32, device=new.device) for n in (images, images + 1, new.numel())
     )
+    dialled = isinstance(rule.threshold, Tensor)
     # Rows of the images before are looked at in as few steps as can be: a step is a wait for memory.
     earlier = min(power_of_two(max(images - 1, 1) * tokens), 16 if interpreted() else 8192) if few(images) else 2
     kernels().halt_kernel[(images,)](
@@ -162,11 +166,13 @@ def halt(
         rule.beta,
         float(rule.follow),
         rule.layer,
-        float(rule.threshold),
+        0.0 if dialled else float(rule.threshold),
+        rule.threshold if dialled else tap_BN,
         images,
         tokens,
         rule.prefix,
         FORCED=forced_BN is not None,
+        DIALLED=dialled,
         LIST=few(images),
         BN=power_of_two(tokens),
         BB=earlier,

@@ -91,7 +91,7 @@ def normed_linear_ref(
     y = x @ layer.weight.float().T
     if layer.column is not None:
         mean = x.mean(-1, keepdim=True)
-        y = (y - mean * layer.column) * torch.rsqrt(x.var(-1, correction=0, keepdim=True) + layer.eps)
+        y = (y - mean * layer.column) * torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + layer.eps)
     y = y + layer.bias
     if tap_R is not None:
         tap_R[live] = y[:, neuron].to(tap_R.dtype)

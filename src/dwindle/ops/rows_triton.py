@@ -379,6 +379,7 @@ def plan_kernel(
     N,
     K,
     H,
+    DIALLED: tl.constexpr,  # a bar for each image
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     BM: tl.constexpr,
@@ -412,7 +413,11 @@ def plan_kernel(
     weight = tl.load(out_ptr + h, mask=h < H, other=0.0).to(tl.float32)
     value = tl.sum(tl.maximum(acc, 0.0) * weight[None, :], 1) + tl.load(shift_ptr).to(tl.float32)
     standing = (value - tl.load(mean_ptr).to(tl.float32)) / tl.load(deviation_ptr).to(tl.float32)
-    plan = layer + (blocks - layer) * tl.sigmoid((standing - tl.load(bar_ptr).to(tl.float32)) / softness)
+    if DIALLED:
+        bar = tl.load(bar_ptr + row // N).to(tl.float32)
+    else:
+        bar = tl.load(bar_ptr).to(tl.float32)
+    plan = layer + (blocks - layer) * tl.sigmoid((standing - bar) / softness)
     tl.store(standing_ptr + row, standing, mask=t < live)
     tl.store(plan_ptr + row, plan, mask=t < live)
 
@@ -429,11 +434,13 @@ def supervise(
     follow,
     layer,
     threshold,
+    threshold_ptr,
     at,
     inside,
     N,
     prefix,
     FORCED: tl.constexpr,
+    DIALLED: tl.constexpr,
 ):
     """Scores, sums, and 1 for those who go on."""
     tap = tl.load(tap_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -443,6 +450,8 @@ def supervise(
     if FORCED:
         keep = tl.load(forced_ptr + at, mask=inside, other=0) > layer
     else:
+        if DIALLED:
+            threshold = tl.load(threshold_ptr + at // N, mask=inside, other=0.0).to(tl.float32)
         keep = (total < threshold) | (at % N < prefix)
     live = tl.load(live_ptr + at, mask=inside, other=0) != 0
     return score, total, (keep & live & inside).to(tl.int32)
@@ -466,10 +475,12 @@ def halt_kernel(
     follow,
     layer,
     threshold,
+    threshold_ptr,
     images,
     N,
     prefix,
     FORCED: tl.constexpr,
+    DIALLED: tl.constexpr,  # a threshold for each image
     LIST: tl.constexpr,  # few images: who goes on is listed here, each program counting for those before it as well
     PDL: tl.constexpr,
     BN: tl.constexpr,
@@ -483,7 +494,7 @@ def halt_kernel(
     inside = n < N
     score, total, keep = supervise(
         tap_ptr, plan_ptr, sum_ptr, live_ptr, forced_ptr,
-        gamma, beta, follow, layer, threshold, at, inside, N, prefix, FORCED,
+        gamma, beta, follow, layer, threshold, threshold_ptr, at, inside, N, prefix, FORCED, DIALLED,
     )  # fmt: skip
     tl.store(score_ptr + at, score, mask=inside)
     tl.store(new_sum_ptr + at, total, mask=inside)
@@ -494,7 +505,8 @@ def halt_kernel(
             earlier = begin + tl.arange(0, BB)
             _, _, kept = supervise(
                 tap_ptr, plan_ptr, sum_ptr, live_ptr, forced_ptr,
-                gamma, beta, follow, layer, threshold, earlier, earlier < image * N, N, prefix, FORCED,
+                gamma, beta, follow, layer, threshold, threshold_ptr,
+                earlier, earlier < image * N, N, prefix, FORCED, DIALLED,
             )  # fmt: skip
             before += kept
         start = tl.sum(before, 0)

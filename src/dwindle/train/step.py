@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ranks
-from ..engine.graph import cut_by_matmul
+from ..engine.recording import cut_by_matmul
 from ..model import AdaptiveViT, Output
 from .batches import seeded
 from .recipe import Recipe

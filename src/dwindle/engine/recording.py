@@ -1,0 +1,181 @@
+"""A forward pass as a CUDA graph."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..model import Output
+from ..ops.rows import Rows
+from ..tokens import Where
+from ..trace import Trace
+from .block import Ready
+from .live import Live
+
+if TYPE_CHECKING:
+    from ..model import AdaptiveViT
+
+
+class Recording:
+    """One forward pass as a CUDA graph: inputs are copied in, results copied out."""
+
+    def __init__(
+        self,
+        model: AdaptiveViT,
+        ready: dict[nn.Module, Ready],
+        images: Tensor,
+        depths: Tensor | None,
+        dial: Tensor | None,
+        pool: Any,
+        turn: threading.Lock,
+    ) -> None:
+        """pool, turn: memory that all recordings of a model work in, one at a time."""
+        self.turn = turn
+        self.most = self.count = len(images)  # images there can be, and are
+        self.inputs = [None if given is None else given.to(images.device).clone() for given in (images, depths, dial)]
+        # The graph reads weights where they lie: they stay there until its last replay, also if the model was moved.
+        self.held = [w.data for w in (*model.parameters(), *model.buffers())]
+        self.present: tuple[Tensor, Rows] | None = None
+
+        def start(x_BND: Tensor, prefix: int) -> Live:
+            self.present = self.present or everyone(x_BND.shape[0], x_BND.shape[1], x_BND.device)
+            return Live.begin(x_BND, prefix, ready, *self.present)
+
+        def forward() -> None:
+            images, depths, dial = self.inputs
+            assert images is not None
+            with cut_by_matmul(model.vit):
+                out = model.run(images, start, depths, dial)
+            self.total = out.logits.sum(dtype=torch.float32)  # finite if they all are
+            self.out, trace = out, out.trace
+            self.names = [(depth, name) for depth, values in enumerate(trace.values) for name in values]
+            sheets = [trace.values[depth][name].float() for depth, name in self.names]
+            lives = [where.live_BN for where in trace.lives if where.live_BN is not None]
+            # The small things lie in one piece, copied out by one copy; the widest first, so that all are aligned.
+            parts = [out.logits, *trace.exits, *sheets, *lives]
+            self.order = sorted(range(len(parts)), key=lambda i: -parts[i].element_size())
+            self.pieces = [parts[i].contiguous().flatten().view(torch.uint8) for i in self.order]
+            self.kinds = [(parts[i].dtype, parts[i].shape) for i in self.order]
+            self.flat = torch.cat(self.pieces)
+
+        self.graph = captured(forward, pool)
+        ends = list(accumulate(map(len, self.pieces)))
+        self.spans = list(zip([0, *ends], ends))
+        self.place = self.order.index(0)  # of the logits
+
+    def __call__(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> Output:
+        count = len(images)
+        with self.turn:
+            for mine, given in zip(self.inputs, (images, depths, dial)):
+                if mine is not None and given is not None:
+                    (mine if count == self.most else mine[:count]).copy_(given, non_blocking=True)
+            if count != self.count:
+                self._admit(count)
+            self.graph.replay()
+            features = self.out.features if count == self.most else self.out.features[:count]
+            return Recalled(self, count, self.flat.clone(), features.clone())
+
+    def _admit(self, count: int) -> None:
+        """Only the first images are there; the others have no live row, and no kernel computes them."""
+        assert self.present is not None
+        live, rows = self.present
+        live.zero_()[:count] = True
+        every = torch.arange(self.most + 1, dtype=torch.int32, device=live.device) * live.shape[1]
+        rows.starts.copy_(every.clamp_max_(count * live.shape[1]))
+        self.count = count
+
+    def part(self, flat: Tensor, i: int) -> Tensor:
+        (begin, end), (dtype, shape) = self.spans[i], self.kinds[i]
+        return flat[begin:end].view(dtype).view(shape)
+
+    def finite(self) -> bool:
+        """Whether the answers just given are numbers. Waits for them."""
+        return math.isfinite(self.total.item())
+
+
+def everyone(images: int, count: int, device: torch.device) -> tuple[Tensor, Rows]:
+    """How a forward pass begins: all rows live, as a sheet and as a list."""
+    live = torch.ones(images, count, dtype=torch.bool, device=device)
+    every = torch.arange(images * count, dtype=torch.int32, device=device)
+    return live, Rows(every, torch.arange(0, images * count + 1, count, dtype=torch.int32, device=device))
+
+
+class Recalled(Output):
+    """An output that is taken apart when somebody asks: most callers want the answer only."""
+
+    def __init__(self, recording: Recording, count: int, flat: Tensor, features: Tensor) -> None:
+        self._made, self._count, self._flat, self.features = recording, count, flat, features
+        self.logits = recording.part(flat, recording.place)[:count]
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "trace":
+            raise AttributeError(name)
+        made = self._made
+        parts: list[Any] = [None] * len(made.order)
+        for i, whose in enumerate(made.order):
+            parts[whose] = made.part(self._flat, i)[: self._count]
+        like, answers = made.out.trace, len(made.out.trace.exits)
+        trace = self.trace = Trace((self._count, like.shape[1]), like.prefix, like.grid, like.blocks)
+        trace.exits = parts[1 : 1 + answers]
+        trace.lives = [Where(trace.shape, live_BN=live) for live in parts[-len(like.lives) :]]
+        trace.values = [{} for _ in trace.lives]
+        for (depth, what), sheet in zip(made.names, parts[1 + answers :]):
+            trace.values[depth][what] = sheet
+        return trace
+
+    def __reduce__(self) -> tuple:
+        return Output, (self.logits, self.trace, self.features)
+
+
+@contextmanager
+def cut_by_matmul(vit: nn.Module) -> Iterator[None]:
+    """Within, patches are cut by one copy and embedded by one matrix product: a convolution that steps by its own size
+    is that, and cuDNN's takes many times as long."""
+    cutters = [m for m in vit.modules() if isinstance(m, nn.Conv2d) and _only_cuts(m)]
+    for cutter in cutters:
+        cutter.forward = MethodType(_cut, cutter)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for cutter in cutters:
+            del cutter.forward
+
+
+def _only_cuts(conv: nn.Conv2d) -> bool:
+    plain = conv.groups == 1 and tuple(conv.dilation) == (1, 1) and tuple(conv.padding) == (0, 0)
+    return plain and tuple(conv.kernel_size) == tuple(conv.stride) and "forward" not in conv.__dict__
+
+
+def _cut(conv: nn.Conv2d, images: Tensor) -> Tensor:
+    """(B, C, H, W) -> (B, D, h, w), its memory in the order of tokens."""
+    (high, wide), (batch, channels) = conv.kernel_size, images.shape[:2]
+    rows, columns = images.shape[2] // high, images.shape[3] // wide
+    pieces = images[..., : rows * high, : columns * wide].reshape(batch, channels, rows, high, columns, wide)
+    pieces = pieces.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows, columns, -1)
+    return F.linear(pieces, conv.weight.flatten(1), conv.bias).permute(0, 3, 1, 2)
+
+
+def captured(call: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A call as a CUDA graph."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):  # kernels are compiled, workspaces made
+            call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    # cuBLAS keeps a workspace per stream, which others clear: this graph shall have its own, in its own memory.
+    torch._C._cuda_clearCublasWorkspaces()
+    with torch.cuda.graph(graph, pool=pool):
+        call()
+    torch._C._cuda_clearCublasWorkspaces()
+    return graph
