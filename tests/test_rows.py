@@ -1,6 +1,7 @@
 """The kernels over live rows against their plain twins: under Triton's interpreter, or on a GPU."""
 
 import os
+import random
 import subprocess
 import sys
 
@@ -46,6 +47,8 @@ def random_live(images: int, tokens: int, share: float, seed: int) -> torch.Tens
 @torch.no_grad()
 def twice(ours: torch.Tensor, reference: torch.Tensor, exact: torch.Tensor) -> None:
     """At most twice the error of plain PyTorch in the same dtype, both against float64 or float32."""
+    if not exact.numel():
+        return
     error, allowed = (ours.double() - exact.double()).abs().max(), (reference.double() - exact.double()).abs().max()
     assert error <= 2 * allowed + 1e-5 * max(1.0, float(exact.abs().max())), (float(error), float(allowed))
 
@@ -187,3 +190,67 @@ def test_planner_and_supervisor(dtype, images, tokens, share, forcing, dialled, 
     assert not ours[2][~live].any()
     assert listed.starts.tolist() == wanted.starts.tolist()
     assert listed.live().tolist() == wanted.live().tolist() == ours[2].flatten().nonzero()[:, 0].tolist()
+
+
+def a_random_block(seed: int) -> None:
+    """Every kernel of a block on random shapes and rows, by the 2x rule. Who is not live is NaN: to read it shows."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    size = draw.choice([32, 64, 80, 128] if CUDA else [16, 20])
+    heads = draw.randint(1, max(1, (1280 if CUDA else 40) // size))
+    width, hidden = heads * size, 8 * draw.randint(2, 640 if CUDA else 12)
+    tokens = draw.choice([draw.randint(1, 600), draw.randint(1, 40), 197]) if CUDA else draw.randint(1, 40)
+    images = draw.randint(1, max(1, min(90, 20_000 // tokens))) if CUDA else draw.randint(1, 4)
+    dtype = draw.choice(DTYPES)
+    live = random_live(images, tokens, draw.random(), seed).to(DEVICE)
+    keep = random_live(images, tokens, draw.random(), seed + 1).to(DEVICE)
+    rows, _ = ops.compact(torch.ones_like(live), live)
+    assert rows.live().tolist() == live.flatten().nonzero()[:, 0].tolist()
+    after, both = ops.compact(live, keep)
+    assert torch.equal(both, live & keep) and after.live().tolist() == both.flatten().nonzero()[:, 0].tolist()
+    where, many = rows.live(), len(rows.live())
+
+    def only(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        bare = torch.full_like(x, torch.nan)
+        bare[at] = x[at]
+        return bare.to(dtype)
+
+    def against(ours, call, *tensors):
+        """The function in float32 and in the dtype at hand, on what was given to the kernel."""
+        exact, rough = call(*(t.float() for t in tensors)), call(*tensors)
+        slack = torch.finfo(dtype).eps * exact.abs().max() if many and dtype != torch.float32 else 0.0
+        twice(ours, rough + slack, exact)
+
+    compact_at = torch.arange(many, device=DEVICE)
+    x = only(torch.randn(images * tokens, width, device=DEVICE), where)
+    norm = nn.LayerNorm(width, eps=1e-6, device=DEVICE)
+    rise, fall = nn.Linear(width, hidden, device=DEVICE).to(dtype), nn.Linear(hidden, width, device=DEVICE).to(dtype)
+    tap, neuron = torch.zeros(images * tokens, device=DEVICE), draw.randrange(hidden)
+    up = ops.normed_linear(x, rows, ops.Affine.of(rise.weight, rise.bias, norm), "gelu", tap, neuron)
+
+    def thought(x, weight, bias):
+        return nn.functional.layer_norm(x, (width,), eps=1e-6) @ weight.T + bias
+
+    against(up[:many], lambda *t: nn.functional.gelu(thought(*t)), x[where], rise.weight, rise.bias)
+    against(tap[where], lambda *t: thought(*t)[:, neuron], x[where], rise.weight, rise.bias)
+    h, before, scale = only(up.float(), compact_at), x.clone(), torch.rand(width, device=DEVICE)
+    ops.add_linear(x, rows, h, ops.Affine.of(fall.weight, fall.bias), scale)
+    against(
+        x[where], lambda x, h, w, b: x + (h @ w.T + b) * scale.to(x.dtype),
+        before[where], h[:many], fall.weight, fall.bias,
+    )  # fmt: skip
+    assert x.isnan().any(1).equal(~live.flatten())
+    qkv = only(torch.randn(images * tokens, 3 * width, device=DEVICE), compact_at)
+    bias = torch.rand(images * tokens, device=DEVICE) if draw.random() < 0.5 else None
+    mixed = ops.attend_rows(qkv, rows, heads, tokens, size**-0.5, bias)
+    against(mixed[:many], lambda t: ops.attend_rows_ref(t, rows, heads, tokens, size**-0.5, bias)[:many], qkv)
+
+
+@kernels
+def test_random_shapes():
+    """DWINDLE_SHAPES=10000 for the long run, on a GPU."""
+    for seed in range(int(os.environ.get("DWINDLE_SHAPES", "300" if CUDA else "30"))):
+        try:
+            a_random_block(seed)
+        except Exception as error:
+            raise AssertionError(f"random block {seed}") from error
