@@ -248,7 +248,8 @@ class AHT(Method):
             scalars = (self.gamma, self.beta)
             score, total, keep = halt(tap, plan, before, tokens.counted, *scalars, *limits, tokens.notes.get("forced"))
         else:
-            score = torch.sigmoid(self.gamma * (wide(tap) + self.follow * (layer - plan)) + self.beta)
+            feature = torch.sub(wide(tap), plan - layer, alpha=self.follow)
+            score = torch.sigmoid(torch.addcmul(self.beta, self.gamma, feature))
             total = before + score
             keep = total < self.dialled(tokens, "threshold")
             if not self.halt_class:
