@@ -167,6 +167,7 @@ def test_commands_and_flags_are_frozen():
             *("--out", "--batch", "--limit", "--device"),
         ],
         "export": ["CHECKPOINT", "--to", "--out", "--budget", "--seconds"],
+        "quantize": ["CHECKPOINT", "--out", "--data", "--budget", "--limit", "--batch", "--seconds"],
         "predict": ["CHECKPOINT", "--data", "--out", "--batch", "--workers", "--limit", "--device"],
         "serve": ["CHECKPOINT", "--host", "--port"],
     }

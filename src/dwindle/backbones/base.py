@@ -96,6 +96,7 @@ class Backbone:
     family: ClassVar[str]
     any_size: bool = False  # accepts images of other sizes than the one it was built for
     compiled: bool = False
+    described: dict[str, Any] | None = None  # what `describe` said before layers were exchanged
 
     def __init_subclass__(cls) -> None:
         cls.families.append(cls)
