@@ -62,7 +62,7 @@ def quantize(
 
     require(batch >= 1, f"--batch {batch}", "it must be at least 1")
     require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
-
+    require(not out.is_file(), f"--out {out}", "a checkpoint is a folder and this is a file")
     model = load_halting(checkpoint)
     photos = check_images(model)
     if budget is not None:
