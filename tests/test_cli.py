@@ -167,6 +167,7 @@ def test_commands_and_flags_are_frozen():
             *("--out", "--batch", "--limit", "--device"),
         ],
         "export": ["CHECKPOINT", "--to", "--out", "--budget", "--seconds"],
+        "quantize": ["CHECKPOINT", "--out", "--data", "--budget", "--limit", "--batch", "--seconds"],
         "predict": ["CHECKPOINT", "--data", "--out", "--batch", "--workers", "--limit", "--device"],
         "serve": ["CHECKPOINT", "--host", "--port"],
     }
@@ -281,6 +282,19 @@ def test_bench(model, places):
         assert min(row[name] for name in ("static_ms", "adaptive_ms", "speedup")) > 0
 
 
+def test_quantize_writes_what_the_others_take(places, here):
+    result = run("quantize {run} --out small --data {data} --seconds 0.01", **places).json
+    assert 0 < result["bytes"] < 2 * result["bytes_float"] and 0 <= result["same_answers"] <= 1
+    assert result["int8"]["images"] == result["float"]["images"] == 6
+    assert [row["batch"] for row in result["speed"]] == [1, 8] and result["speed"][0]["speedup"] > 0
+    assert run("eval small --data {data} --workers 0", **places).json["top1"] == result["int8"]["top1"]
+    assert run("bench small --batch 1 --fraction 0.6 --seconds 0 --device cpu").json["dtype"] == "int8"
+    assert run("bench {run} --dtype int8 --batch 1 --fraction 0.6 --seconds 0 --device cpu", **places).json["rows"]
+    assert run("predict small --data {data} --out p.parquet --workers 0 --device cpu", **places).json["rows"] == 6
+    refused(run("quantize small --out again"), "already")
+    refused(run("export small --to onnx --out small.onnx"), "int8")
+
+
 def test_view_takes_any_kind_of_image(places, here):
     names = ["grey.png", "rgba.png", "cmyk.jpg", "oblong.png"]
     result = run("view {run} " + " ".join(f"{{img}}/{n}" for n in names) + " --out figures", **places).json
@@ -343,6 +357,16 @@ BAD = {
     "bench {run} --fraction 2": "fraction",
     "bench {run} --dtype fp33": "'fp32'",
     "bench {run} --device tpu": "'cpu'",
+    "bench {run} --dtype int9": "'int8'",
+    "bench tsa_shakespeare --dtype int8": "fp32",
+    "quantize nowhere --out new": "nowhere",
+    "quantize tsa_shakespeare --out new": "is a language model",
+    "quantize {run} --out {img}/text.png": "text.png",
+    "quantize {run} --out new --data {empty}": "empty",
+    "quantize {run} --out new --data {more}": "4",
+    "quantize {run} --out new --batch 0": "--batch",
+    "quantize {run} --out new --limit 0": "--limit",
+    "quantize {run} --out new --budget 2": "budget",
     "bench tsa_shakespeare --data {data}": "is for images",
     "export tsa_shakespeare --to onnx --out new.onnx": "is a language model",
     "predict tsa_shakespeare --data {data} --out new.parquet": "is a language model",
@@ -396,6 +420,7 @@ DAMAGE = {  # of config.json, and what the message must name
     "CNN": (lambda c: c["backbone"].update(model="resnet18"), "resnet"),
     "other backbone": (lambda c: c["backbone"].update(model="vit_tiny_patch16_224"), "does not fit"),
     "unknown family": (lambda c: c["backbone"].update(family="tim"), "'timm'"),
+    "weights": (lambda c: c.update(weights="int3"), "'int8'"),
     "preprocess": (lambda c: c["extra"].update(preprocess=3), "preprocess"),
     "method only": (lambda c: c.update(saved="method"), "backbone"),
 }

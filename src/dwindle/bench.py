@@ -16,10 +16,12 @@ from torch import Tensor
 from .backbones.base import Shape, backbone_of
 from .checkpoint import load_halting, shipped
 from .errors import DwindleError, unknown
+from .int8 import is_int8, quantize
 from .methods.aht import AHT
 from .model import AdaptiveViT, adapt
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INT8 = "int8"  # linear layers of blocks, on a CPU; the rest is fp32
 
 
 def model_to_bench(name: str) -> AdaptiveViT:
@@ -127,7 +129,12 @@ def bench(
     """
     place = torch.device(device)
     on_gpu = place.type == "cuda"
-    model = model.eval().to(place, DTYPES[dtype])
+    if dtype == INT8 or is_int8(model):
+        if on_gpu or dtype not in (INT8, "fp32"):
+            raise DwindleError(f"--dtype {dtype} on {place}: an int8 model runs on a CPU, and the rest of it in fp32.")
+        model, dtype = model if is_int8(model) else quantize(model), INT8
+    number = DTYPES.get(dtype, torch.float32)
+    model = model.eval().to(place, number)
     shape = model.backbone.shape
     variants = list(static or (("eager", "graph", "compile") if on_gpu else ("eager",)))
     rows = []
@@ -136,7 +143,7 @@ def bench(
             images = torch.randn(batch, shape.channels, *shape.image)
         else:
             images = photos[torch.arange(batch) % len(photos)]
-        images = images.to(place, DTYPES[dtype])
+        images = images.to(place, number)
         with torch.inference_mode():
             plain = static_calls(model, images, variants)
             for fraction in fractions if photos is None else [None]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .backbones.base import Backbone, backbone_of
 from .errors import DwindleError, unknown
+from .int8 import is_int8, to_int8
 from .methods import Method
 from .model import AdaptiveViT, adapt
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS, FORMAT = "config.json", "model.safetensors", 1
 LANGUAGE = ("charlm", "hf_lm")  # families of language models
+WEIGHT_KINDS = ("float", "int8")
 OWN = "adaperceiver"  # the family of networks that are no conversion
 
 
@@ -81,11 +83,12 @@ def _described(model: Any) -> dict[str, Any]:
     if not hasattr(model, "method"):
         options = {"family": OWN, "model": type(model).__name__, "options": model.config}
         return {"backbone": options, "method": {"name": None, "options": {}}}
-    described = model.backbone.describe() or {"model": None, "options": None}
-    return {
+    described = model.backbone.described or model.backbone.describe() or {"model": None, "options": None}
+    config = {
         "backbone": {"family": model.backbone.family, **described},
         "method": {"name": type(model.method).__name__, "options": model.method.config},
     }
+    return config | ({"weights": "int8"} if is_int8(model) else {})
 
 
 def _swap_in(scratch: Path, folder: Path) -> None:
@@ -143,6 +146,10 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
         raise DwindleError(
             f"{folder / CONFIG} has settings this version's {method['name']} does not know: {error}."
         ) from error
+    if config.get("weights", "float") not in WEIGHT_KINDS:
+        raise unknown("kind of weights", config["weights"], WEIGHT_KINDS, hint=f"{folder / CONFIG} names it")
+    if config.get("weights") == "int8":
+        to_int8(model)
     _fill(model.method, {n.removeprefix("method."): w for n, w in weights.items() if n.startswith("method.")}, folder)
     if config["saved"] == "all":
         _fill(model.vit, {n: w for n, w in weights.items() if not n.startswith("method.")}, folder)
@@ -241,19 +248,24 @@ def _fill(module: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
     """Strict, with the first difference named. float16 is a way of storing: the module keeps its own precision."""
     own = module.state_dict()
     missing, foreign = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    wrong = [n for n in own.keys() & weights.keys() if own[n].shape != weights[n].shape]
+    wrong = [n for n in own.keys() & weights.keys() if _outline(own[n]) != _outline(weights[n])]
     if missing or foreign or wrong:
         what = (
             f"'{missing[0]}' is missing"
             if missing
             else f"'{foreign[0]}' is not part of it"
             if foreign
-            else f"'{wrong[0]}' is {tuple(weights[wrong[0]].shape)}, not {tuple(own[wrong[0]].shape)}"
+            else f"'{wrong[0]}' is {_outline(weights[wrong[0]])}, not {_outline(own[wrong[0]])}"
         )
         raise DwindleError(
             f"{folder} does not fit this {type(module).__name__}: {what}; it was saved from another model or method."
         )
     module.load_state_dict(weights)
+
+
+def _outline(weight: Tensor) -> str:
+    """Its shape; and that it is int8, where it is."""
+    return f"{tuple(weight.shape)}{' int8' if weight.dtype == torch.int8 else ''}"
 
 
 def _options(options: dict[str, Any]) -> dict[str, Any]:

@@ -401,7 +401,7 @@ def bench(
     fraction: Annotated[
         str, typer.Option(help="Shares of token-blocks computed, by forced random exit depths.")
     ] = "1.0,0.67,0.52",
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16; int8 on a CPU.")] = "fp32",
     seconds: Annotated[float, typer.Option(help="Time for each row.")] = 4.0,
     static: Annotated[
         str | None, typer.Option(help="Static variants: eager; on a GPU also graph, compile. All by default.")
@@ -412,12 +412,13 @@ def bench(
     device: Device = None,
 ) -> None:
     """Time static against adaptive, turn about in one process; on a GPU against the best of static's variants."""
-    from .bench import DTYPES, model_to_bench, some_photos
+    from .bench import DTYPES, INT8, model_to_bench, some_photos
     from .bench import bench as time_it
     from .lm import cli as language
 
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+    kinds = [*DTYPES] if language.is_checkpoint(model) else [*DTYPES, INT8]
+    if dtype not in kinds:
+        raise unknown("dtype", dtype, kinds)
     batches, fractions = _numbers("--batch", batch, int), _numbers("--fraction", fraction, float)
     if language.is_checkpoint(model):
         return language.bench(model, batches, fractions, dtype, seconds, device, static=static, data=data)
@@ -443,7 +444,7 @@ def bench(
         )
     columns = ["batch", "fraction", "static_ms", "adaptive_ms", "speedup", "spread"]
     lines = [[_best_static(row) if c == "static_ms" else row[c] for c in columns] for row in result["rows"]]
-    _table(f"{model} on {result['device']}, {dtype}", columns, lines)
+    _table(f"{model} on {result['device']}, {result['dtype']}", columns, lines)
     _finish(result)
 
 

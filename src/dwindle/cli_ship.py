@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .cli import Checkpoint, Data, Device, _device, _finish, _plain, _progress, _table, app, console
+from .cli import Checkpoint, Data, Device, OptionalData, _device, _finish, _plain, _progress, _table, app, console
 
 Budget = Annotated[
     float | None, typer.Option(help="Turn the model to this share of the static cost first (on the shipped photos).")
@@ -38,6 +38,53 @@ def export(
     console.print(
         f"{_plain(str(out))}: {result['bytes'] / 1e6:.1f} MB, logits within {result['difference']:.1g}, "
         f"{result['decisions']:.2%} of decisions equal"
+    )
+    _finish(result)
+
+
+@app.command()
+def quantize(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Option(help="Folder of the int8 checkpoint.")],
+    data: OptionalData = None,
+    budget: Budget = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first N images of --data.")] = None,
+    batch: Annotated[int, typer.Option(help="Images at a time.")] = 64,
+    seconds: Annotated[float, typer.Option(help="Time against float and against static; 0: not.")] = 0.0,
+) -> None:
+    """Write a model in int8, for CPUs: a checkpoint like others. With --data both are evaluated."""
+    from .checkpoint import find, load_halting, save
+    from .export import check_images
+    from .int8 import accuracy, likeness, race, weight_bytes
+    from .int8 import quantize as make
+    from .methods.base import require
+    from .train.evaluate import calibrate
+
+    require(batch >= 1, f"--batch {batch}", "it must be at least 1")
+    require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
+    require(not out.is_file(), f"--out {out}", "a checkpoint is a folder and this is a file")
+    model = load_halting(checkpoint)
+    photos = check_images(model)
+    if budget is not None:
+        calibrate(model, photos, budget)
+    small = make(model)
+    result: dict[str, Any] = {"out": str(out), **likeness(model, small, photos)}
+    if data is not None:
+        with _progress() as bar:
+            task = bar.add_task("evaluating", total=None)
+            for name, which in (("float", model), ("int8", small)):
+                result[name] = accuracy(which, data, batch, limit, lambda n: bar.advance(task, n))
+        columns = ["top1", "top5", "gmacs", "images_per_s"]
+        lines = [[name, *[result[name][c] for c in columns]] for name in ("float", "int8")]
+        _table(f"{checkpoint} on {data}", ["name", *columns], lines)
+    save(small, out)
+    result |= {"bytes": weight_bytes(out), "bytes_float": weight_bytes(find(checkpoint))}
+    if seconds:
+        rows = result["speed"] = race(model, small, photos, seconds)
+        _table(f"{checkpoint} in int8 on this CPU", list(rows[0]), [list(row.values()) for row in rows])
+    console.print(
+        f"{_plain(str(out))}: {result['bytes'] / 1e6:.1f} MB (was {result['bytes_float'] / 1e6:.1f}); on the shipped "
+        f"photographs {result['same_answers']:.0%} of answers and {result['same_depths']:.1%} of depths are as before"
     )
     _finish(result)
 

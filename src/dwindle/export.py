@@ -24,6 +24,7 @@ from .bench import milliseconds
 from .errors import DwindleError, unknown
 from .flow import Flow
 from .images import load_image, preprocess_of
+from .int8 import is_int8
 from .model import AdaptiveViT
 
 FORMS = {"onnx": ".onnx", "torch-export": ".pt2"}
@@ -57,6 +58,10 @@ def export(model: AdaptiveViT, to: str, out: str | os.PathLike, *, seconds: floa
     if path.is_dir() or path.suffix != FORMS[to]:
         raise DwindleError(f"--out {path}: {to} is written to a file that ends in {FORMS[to]}; name one.")
     model = model.eval().cpu().float()
+    if is_int8(model):
+        raise DwindleError(
+            "An int8 model is not exported; export the one it was made from, then quantise the file with onnxruntime."
+        )
     photos = check_images(model)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.stem}.draft{path.suffix}")

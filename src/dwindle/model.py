@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from .backbones import Backbone, backbone_of
 from .cost import static_macs, trace_macs
 from .errors import DwindleError, unknown
+from .lean import Lean, takes
 from .methods import Method
+from .ops.patches import cutting
 from .tokens import LAYOUTS, Tokens
 from .trace import Trace
 
@@ -55,17 +58,21 @@ class AdaptiveViT(nn.Module):
 
         dial: (B,) the method's dial for each image, so that images with different budgets share a batch.
 
-        layout: 'masked' or 'packed'. None: masked while training, packed in eval; on a GPU, where no gradient is asked
-        for, packed by the engine.
+        layout: 'masked' or 'packed'. None: masked while training, packed in eval; where no gradient is asked for, the
+        engine's on a GPU and the lean one on a CPU.
         """
         layout = layout or self.layout
-        if layout is None and images.is_cuda and not (self.training or torch.is_grad_enabled()):
+        fast = layout is None and not (self.training or torch.is_grad_enabled())
+        if fast and images.is_cuda:
             return self.engine(images, depths, dial)
         self.check_images(images)
         layout = layout or ("masked" if self.training else "packed")
         if layout not in LAYOUTS:
             raise unknown("layout", layout, LAYOUTS)
-        out = self.run(images, LAYOUTS[layout].start, depths, dial)
+        start = LAYOUTS[layout].start
+        if fast and takes(images):
+            start = partial(Lean.begin, apart=self.backbone.apart)
+        out = self.run(images, start, depths, dial)
         self.check_logits(out.logits, images)
         return out
 
@@ -78,7 +85,9 @@ class AdaptiveViT(nn.Module):
     ) -> Output:
         """The loop, in the layout that `start` begins."""
         shape = self.backbone.shape
-        tokens = start(self.backbone.embed(images), shape.prefix)
+        with cutting(images):
+            embedded = self.backbone.embed(images)
+        tokens = start(embedded, shape.prefix)
         tokens.reader, tokens.compiling = self.backbone.readout, self.backbone.compiled
         if depths is not None:
             tokens.notes["forced"] = depths.to(images.device).reshape(tokens.x.shape[:-1])

@@ -321,12 +321,16 @@ class Packed(Tokens):
         return self.home // self.shape[1]
 
     def per_image(self, values_B: Tensor) -> Tensor:
+        if self.shape[0] == 1:
+            return values_B.expand(len(self.home), *values_B.shape[1:])
         return values_B[self.image]
 
     def take(self, sheet_BN: Tensor) -> Tensor:
         return sheet_BN.flatten()[self.home]
 
     def image_sum(self, rows: Tensor) -> Tensor:
+        if not rows.is_cuda:  # there one sum over all is faster than one for each image
+            return torch.stack([part.sum(0) for part in rows.split(self.lengths)])
         return rows.new_zeros(self.shape[0], *rows.shape[1:]).index_add(0, self.image, rows)
 
     def rank(self, score: Tensor) -> Tensor:
@@ -380,11 +384,12 @@ class Packed(Tokens):
         return logits.new_zeros(self.shape[0], logits.shape[-1]).index_copy(0, going, logits)
 
     def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Packed:
-        if keep is None or bool(keep.all()):
+        if keep is None or len(going := keep.nonzero()[:, 0]) == len(keep):
             return replace(self, **self.forget())
-        going, leaving = keep.nonzero()[:, 0], (~keep).nonzero()[:, 0]
+        leaving = (~keep).nonzero()[:, 0]
         home = self.home.index_select(0, going)
-        lengths = torch.bincount(home // self.shape[1], minlength=self.shape[0]).tolist()
+        one = self.shape[0] == 1
+        lengths = [len(home)] if one else torch.bincount(home // self.shape[1], minlength=self.shape[0]).tolist()
         left = (self.home.index_select(0, leaving), self.value.index_select(0, leaving))
         notes = {name: note.index_select(0, going) for name, note in self.notes.items()}
         return replace(

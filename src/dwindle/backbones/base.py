@@ -96,6 +96,7 @@ class Backbone:
     family: ClassVar[str]
     any_size: bool = False  # accepts images of other sizes than the one it was built for
     compiled: bool = False
+    described: dict[str, Any] | None = None  # what `describe` said before layers were exchanged
 
     def __init_subclass__(cls) -> None:
         cls.families.append(cls)
@@ -103,6 +104,7 @@ class Backbone:
     def __init__(self, vit: nn.Module) -> None:
         self.vit = vit
         self._shape: tuple[tuple, Shape] | None = None
+        self._apart: tuple[list[nn.Module], tuple, dict[nn.Module, Parts | None]] | None = None
 
     # What a family provides.
     @classmethod
@@ -166,6 +168,14 @@ class Backbone:
         raise NotImplementedError
 
     # What all families share.
+    @property
+    def apart(self) -> dict[nn.Module, Parts | None]:
+        """All blocks taken apart; anew when a module or a weight in them was exchanged."""
+        if self._apart is None or _members(self._apart[0]) != self._apart[1]:
+            modules = [module for block in self.blocks for module in block.modules()]
+            self._apart = (modules, _members(modules), {block: self.parts(block) for block in self.blocks})
+        return self._apart[2]
+
     def install(self) -> None:
         """Make the wrapped model's blocks listen for tokens. Without a run in progress they behave as before."""
         if any("forward" in self.attention(block).__dict__ for block in self.blocks):
@@ -203,17 +213,19 @@ class Backbone:
             self.compiled = False
 
     def _run(self, block: nn.Module, tokens: Tokens) -> Tokens:
+        _now.run = run = _Run(tokens)
+
         def call(x: Tensor) -> Tensor:
+            run.called = True
             out = block(x)
             return out[0] if isinstance(out, tuple) else out
 
-        _now.run = run = _Run(tokens)
         try:
             after = tokens.update(call, block)
         finally:
             _now.run = None
-        if after.rows is not None and not run.attended:
-            return after  # kernels ran the block
+        if not run.called:
+            return after  # the layout ran the block by its parts
         if not run.attended:
             raise DwindleError(
                 f"{type(self.attention(block)).__name__} did not call scaled_dot_product_attention, so halted tokens "
@@ -221,6 +233,10 @@ class Backbone:
             )
         after.tap = run.tap
         return after
+
+
+def _members(modules: list[nn.Module]) -> tuple[int, ...]:
+    return tuple(id(part) for m in modules for part in (*m._modules.values(), *m._parameters.values()))
 
 
 @cache
@@ -236,6 +252,7 @@ class _Run:
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
         self.tap: Tensor | None = None
+        self.called = False  # the block's own forward ran
         self.attended = False
 
 

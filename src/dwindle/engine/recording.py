@@ -11,10 +11,10 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..model import Output
+from ..ops.patches import embed_patches
 from ..ops.rows import Rows
 from ..tokens import Where
 from ..trace import Trace
@@ -156,12 +156,7 @@ def _only_cuts(conv: nn.Conv2d) -> bool:
 
 
 def _cut(conv: nn.Conv2d, images: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, D, h, w), its memory in the order of tokens."""
-    (high, wide), (batch, channels) = conv.kernel_size, images.shape[:2]
-    rows, columns = images.shape[2] // high, images.shape[3] // wide
-    pieces = images[..., : rows * high, : columns * wide].reshape(batch, channels, rows, high, columns, wide)
-    pieces = pieces.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows, columns, -1)
-    return F.linear(pieces, conv.weight.flatten(1), conv.bias).permute(0, 3, 1, 2)
+    return embed_patches(images, conv.weight, conv.bias)
 
 
 def captured(call: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:

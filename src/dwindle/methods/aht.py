@@ -252,7 +252,8 @@ class AHT(Method):
             score, total, keep, rows = halt(tap, plan, before, tokens.counted, rule, tokens.notes.get("forced"))
             tokens.listed = (keep, rows)
         else:
-            score = torch.sigmoid(self.gamma * (wide(tap) + self.follow * (layer - plan)) + self.beta)
+            feature = torch.sub(wide(tap), plan - layer, alpha=self.follow)
+            score = torch.sigmoid(torch.addcmul(self.beta, self.gamma, feature))
             total = before + score
             keep = total < self.dialled(tokens, "threshold")
             if not self.halt_class:

@@ -77,6 +77,9 @@ def attend_packed(
     sizes = [n for n in lengths if n]
     if not sizes:
         return v
+    if len(sizes) == 1:
+        mask = None if bias_T is None else bias_T.to(q.dtype).view(1, 1, 1, -1)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout_p, scale=scale)
     if len(set(sizes)) == 1:
         q, k, v = (rows[0].unflatten(1, (len(sizes), sizes[0])).transpose(0, 1) for rows in (q, k, v))  # (B, H, n, E)
         mask = None if bias_T is None else bias_T.to(q.dtype).view(len(sizes), 1, 1, sizes[0])

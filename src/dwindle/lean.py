@@ -1,0 +1,80 @@
+"""The packed layout on a CPU with no more calls than a block needs, over weights packed once.
+
+`Packed` is the definition. A block of an unknown make runs as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from .backbones.base import Parts
+from .ops.linear import linear
+from .tokens import Packed
+
+
+def _quick_gelu_(x: Tensor) -> Tensor:
+    return x.mul_(torch.sigmoid(1.702 * x))
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # in place: the hidden layer is the largest tensor there is
+    "gelu": torch.ops.aten.gelu_,
+    "gelu_tanh": lambda x: torch.ops.aten.gelu_(x, approximate="tanh"),
+    "quick_gelu": _quick_gelu_,
+    "silu": torch.ops.aten.silu_,
+    "relu": torch.relu_,
+}
+
+
+def takes(images: Tensor) -> bool:
+    """Whether this is for the lean path: autocast and torch.compile want to see every call of a block."""
+    plain = not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
+    return plain and images.device.type == "cpu"
+
+
+@dataclass
+class Lean(Packed):
+    apart: dict[nn.Module, Parts | None] = field(default_factory=dict)
+
+    @staticmethod
+    def begin(x_BND: Tensor, prefix: int, apart: dict[nn.Module, Parts | None]) -> Lean:
+        plain = Packed.start(x_BND, prefix)
+        return Lean(plain.x, plain.shape, prefix, home=plain.home, lengths=plain.lengths, apart=apart)
+
+    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Packed:
+        parts = self.apart.get(block)
+        if parts is None:
+            return super().update(call, block)
+        x, tap = self._think(parts, self._attend(parts, self.x))
+        return replace(self, x=x, tap=tap)
+
+    def _attend(self, parts: Parts, x_TD: Tensor) -> Tensor:
+        """x plus its attention update."""
+        normed = _norm(parts.norm1, x_TD)
+        made = [linear(layer, normed) for layer in parts.qkv]  # one layer, or three
+        qkv = made[0] if len(made) == 1 else torch.cat(made, -1)
+        q, k, v = qkv.view(1, len(x_TD), 3, parts.heads, -1).permute(2, 0, 3, 1, 4)  # (1, H, T, E)
+        if parts.q_norm is not None and parts.k_norm is not None:
+            q, k = parts.q_norm(q), parts.k_norm(k)
+        mixed = self.attend(q, k, v, scale=parts.scale)
+        update = linear(parts.proj, mixed[0].transpose(0, 1).flatten(1))
+        return _added(x_TD, update, parts.scale1)
+
+    def _think(self, parts: Parts, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x plus its MLP's update, and the neuron that was asked for."""
+        hidden = linear(parts.rise, _norm(parts.norm2, x_TD))
+        tap = None if self.tapped is None else hidden[:, self.tapped].clone()
+        update = linear(parts.fall, ACTIVATIONS[parts.act](hidden))
+        return _added(x_TD, update, parts.scale2), tap
+
+
+def _norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    return torch.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+
+
+def _added(x: Tensor, update: Tensor, scale: Tensor | None) -> Tensor:
+    """Into the update's memory: x may be in somebody's notes."""
+    return update.add_(x) if scale is None else update.mul_(scale).add_(x)

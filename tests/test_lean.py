@@ -1,0 +1,144 @@
+"""The lean layout, what a CPU runs by itself, against the eager packed path, its definition; and its ops."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dwindle
+from conftest import BACKBONES, METHODS, build, images_for
+from dwindle.bench import forced_depths
+from dwindle.lean import Lean
+from dwindle.ops.linear import available, linear, linear_ref
+from dwindle.ops.patches import cutting, embed_patches
+
+packs = pytest.mark.skipif(not available(), reason="this torch has no MKL")
+
+
+def same(ours, theirs, tolerance=1e-5):
+    assert torch.equal(ours.trace.depth, theirs.trace.depth)
+    torch.testing.assert_close(ours.logits, theirs.logits, atol=tolerance, rtol=1e-4)
+    torch.testing.assert_close(ours.features, theirs.features, atol=10 * tolerance, rtol=1e-4)
+    for mine, its in zip(ours.trace.values, theirs.trace.values, strict=True):
+        assert mine.keys() == its.keys()
+        for name in its:
+            torch.testing.assert_close(mine[name], its[name], atol=10 * tolerance, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("backbone", BACKBONES)
+@torch.no_grad()
+def test_lean_is_packed(backbone, method):
+    model = build(backbone, METHODS[method]())
+    images = images_for(model, 3)
+    same(model(images), model(images, layout="packed"))
+    same(model(images[:1]), model(images[:1], layout="packed"))
+    depths = forced_depths(3, model.backbone.shape, 0.6)
+    same(model(images, depths=depths), model(images, layout="packed", depths=depths))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@torch.no_grad()
+def test_other_precisions(dtype):
+    model = build("layerscale", METHODS["AHT_heirs"](), dtype)
+    images = images_for(model, 3, dtype)
+    same(model(images), model(images, layout="packed"), 1e-12 if dtype == torch.float64 else 0.1)
+
+
+@torch.no_grad()
+def test_lean_runs_only_where_nobody_watches_the_block(monkeypatch):
+    model = build("vit", METHODS["AHT"]())
+    images = images_for(model, 2)
+    ran = []
+    monkeypatch.setattr(
+        Lean, "update", lambda self, call, block: ran.append(block) or super(Lean, self).update(call, block)
+    )
+    model(images)
+    assert len(ran) == len(model.backbone.blocks)
+    ran.clear()
+    model(images, layout="packed")
+    with torch.enable_grad():
+        model(images)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(images)
+    assert not ran
+
+
+@torch.no_grad()
+def test_it_follows_its_weights_and_modules():
+    model = build("layerscale", METHODS["AHT"]())
+    images = images_for(model, 3)
+    block = model.vit.blocks[1]
+
+    def exchange(owner: nn.Module, name: str, new: nn.Module | nn.Parameter) -> None:
+        setattr(owner, name, new)
+        model.backbone.remove()
+        model.backbone.install()  # hooks and all, on whatever hangs there now
+
+    for change in (
+        lambda: block.mlp.fc1.weight.mul_(1.5),
+        lambda: setattr(block.attn.proj.weight, "data", block.attn.proj.weight * 0.5),
+        lambda: exchange(block.mlp, "fc1", nn.Linear(32, 128)),
+        lambda: exchange(block.mlp, "act", nn.ReLU()),
+        lambda: setattr(block.ls1, "gamma", nn.Parameter(torch.rand(32))),
+        lambda: model.load_state_dict({k: v * 1.1 for k, v in model.state_dict().items()}),
+        lambda: model.double().float(),
+    ):
+        model(images)
+        change()
+        same(model(images), model(images, layout="packed"))
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model.vit.blocks[0].mlp.fc2)))  # packed weights do not travel
+    assert torch.equal(twin.weight, model.vit.blocks[0].mlp.fc2.weight)
+
+
+@torch.no_grad()
+def test_a_layer_derived_from_linear_runs_its_own():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = build("vit", METHODS["AHT"]())
+    images = images_for(model, 2)
+    plain = model.vit.blocks[0].attn.proj
+    model.vit.blocks[0].attn.proj = Doubled(32, 32)
+    model.vit.blocks[0].attn.proj.load_state_dict(plain.state_dict())
+    same(model(images), model(images, layout="packed"))
+
+
+@packs
+@pytest.mark.parametrize("wide,out", [(32, 96), (384, 1152), (1536, 384), (33, 7), (192, 1)])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_packed_weights_serve_any_number_of_rows(wide, out, bias):
+    layer = nn.Linear(wide, out, bias=bias)
+    for rows in (1, 2, 3, 7, 8, 15, 16, 17, 31, 64, 127, 128, 129, 197, 500, 1201):
+        x = torch.randn(rows, wide)
+        torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
+    x = torch.randn(2, 5, wide)
+    torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [(32, 32), (37, 50)])
+@torch.no_grad()
+def test_patches_by_a_matrix_product(size):
+    conv, images = nn.Conv2d(3, 12, (8, 16), (8, 16)), torch.randn(2, 3, *size)
+    torch.testing.assert_close(embed_patches(images, conv.weight, conv.bias), conv(images), atol=1e-5, rtol=1e-5)
+    with cutting(images):
+        assert conv(images).stride() == embed_patches(images, conv.weight, conv.bias).stride()
+        for other in (nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 8, 8, padding=1), nn.Conv2d(3, 6, 8, 8, groups=3)):
+            inside = other(images)
+            assert torch.equal(
+                inside, F.conv2d(images, other.weight, other.bias, other.stride, other.padding, 1, other.groups)
+            )
+
+
+@torch.no_grad()
+def test_static_on_a_cpu_is_the_wrapped_model():
+    model = build("vit", dwindle.Static())
+    images = images_for(model, 3)
+    torch.testing.assert_close(model(images).logits, model.vit(images), atol=1e-5, rtol=1e-5)
