@@ -1,4 +1,4 @@
-"""The commands that take a model out of the laboratory; cli.py registers them by importing this."""
+"""The commands that take a model out of the laboratory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from typing import Annotated
 
 import typer
 
-from .cli import Checkpoint, Data, Device, _device, _finish, _plain, _progress, _table, app, console
+from .cli import Checkpoint, Data, Device, _device, _finish, _plain, _progress, _table, console
 
 Budget = Annotated[
     float | None, typer.Option(help="Turn the model to this share of the static cost first (on the shipped photos).")
 ]
 
 
-@app.command()
+def register(app: typer.Typer) -> None:
+    for command in (export, predict, serve):
+        app.command()(command)
+
+
 def export(
     checkpoint: Checkpoint,
     to: Annotated[str, typer.Option(help="onnx or torch-export.")],
@@ -42,7 +46,6 @@ def export(
     _finish(result)
 
 
-@app.command()
 def predict(
     checkpoint: Checkpoint,
     data: Data,
@@ -83,7 +86,6 @@ def predict(
         _finish(result)
 
 
-@app.command()
 def serve(
     checkpoint: Annotated[
         list[str] | None, typer.Argument(help="Checkpoints to serve, the first by default; by itself the demo's.")
