@@ -85,6 +85,13 @@ def test_bytes_and_json_get_the_same_answer(client):
     assert sum(one["confidence"] for one in told["top"]) == pytest.approx(1, abs=1e-3)  # all five classes
 
 
+def test_images_are_prepared_as_everywhere(served):
+    for kind in ("PNG", "JPEG"):
+        photo = Image.open(io.BytesIO(picture(size=(70, 90), kind=kind)))
+        prepared = served[0].preprocess.normalised(served[0].prepare(photo)[None])
+        assert torch.equal(prepared[0], served[0].preprocess.eval_transform()(photo))
+
+
 def test_alone_or_in_company(client):
     """Different budgets in one batch: each answer is what the image gets alone."""
     asked = [(seed, budget) for seed in range(6) for budget in (None, 0.7, 0.9)]
@@ -198,7 +205,7 @@ class Slow(Served):
 
     def run(self, images, dials):
         self.gate.wait(20)
-        if (images > 90).any():
+        if (images == 255).all((1, 2, 3)).any():
             raise RuntimeError("this image breaks the model")
         return super().run(images, dials)
 
@@ -232,7 +239,7 @@ def test_time_is_limited_and_the_server_goes_on(slow):
 def test_a_request_that_dies_does_not_take_its_batch_along(slow):
     app = create_app([slow], Limits(batch=4, linger=0.2))
     batcher = app.state.batcher
-    good, bad = slow.prepare(Image.open(io.BytesIO(picture()))), torch.full((3, 32, 32), 100.0)
+    good, bad = slow.prepare(Image.open(io.BytesIO(picture()))), torch.full((32, 32, 3), 255, dtype=torch.uint8)
 
     async def all_four():
         jobs = [batcher.classify(slow, image, slow.trained, 5) for image in (good, bad, good, good)]
