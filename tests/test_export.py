@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
 
 import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
-from dwindle.export import Graph, check, export, open_onnx, open_program, program, worthwhile_moves
+from dwindle.export import Graph, check, export, open_compiled, open_onnx, open_program, program, worthwhile_moves
 from dwindle.flow import Flow
 
 
@@ -81,6 +82,15 @@ def test_a_program_on_disk(tmp_path):
     assert told["decisions"] == 1.0 and [row["batch"] for row in told["speed"]] == [1, 8]
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["model.pt2"]
     check(model, open_program(tmp_path / "deep" / "model.pt2"), images_for(model))
+
+
+@pytest.mark.skipif("DWINDLE_SLOW" not in os.environ, reason="compiling takes minutes; set DWINDLE_SLOW=1")
+def test_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr("dwindle.export.MOVE", 0)
+    model = build("vit", METHODS["AHT_heirs"]())
+    told = export(model, "aoti", tmp_path / "model.pt2")
+    assert told["decisions"] == 1.0 and [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
+    check(model, open_compiled(tmp_path / "model.pt2"), images_for(model))
 
 
 def test_onnx(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 def export(
     checkpoint: Checkpoint,
-    to: Annotated[str, typer.Option(help="onnx or torch-export.")],
+    to: Annotated[str, typer.Option(help="onnx, torch-export or aoti (compiled by AOTInductor for this CPU).")],
     out: Annotated[Path, typer.Option(help="The file to write: .onnx or .pt2.")],
     budget: Budget = None,
     seconds: Annotated[float, typer.Option(help="Time against the static model exported alike; 0: not.")] = 0.0,

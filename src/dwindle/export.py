@@ -1,4 +1,4 @@
-"""Models that leave Python: one graph from which halted tokens are gone, as an ONNX file or a torch.export program.
+"""Models that leave Python: one graph from which halted tokens are gone: ONNX, a torch.export program, or compiled.
 
 A file is checked against the model it was made from before it gets its name: same decisions, same logits.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import statistics
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -26,7 +27,7 @@ from .flow import Flow
 from .images import load_image, preprocess_of
 from .model import AdaptiveViT
 
-FORMS = {"onnx": ".onnx", "torch-export": ".pt2"}
+FORMS = {"onnx": ".onnx", "torch-export": ".pt2", "aoti": ".pt2"}
 TOLERANCE = 1e-4  # of logits, where the decisions are the same
 OPSET = 20
 MOVE = 4e6  # multiply-accumulates done in the time that moving rows takes a runtime
@@ -75,7 +76,11 @@ def export(model: AdaptiveViT, to: str, out: str | os.PathLike, *, seconds: floa
     photos = check_images(model)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.stem}.draft{path.suffix}")
-    write, open_ = (_write_onnx, open_onnx) if to == "onnx" else (_write_program, open_program)
+    write, open_ = {
+        "onnx": (_write_onnx, open_onnx),
+        "torch-export": (_write_program, open_program),
+        "aoti": (_write_compiled, open_compiled),
+    }[to]
     try:
         write(Graph(model, worthwhile_moves(model, photos)), photos, draft, _about(model))
         call = open_(draft)
@@ -184,6 +189,22 @@ def _write_program(graph: nn.Module, images: Tensor, path: Path, about: dict[str
 def open_program(path: str | os.PathLike) -> Call:
     """What a .pt2 file computes."""
     module: Any = torch.export.load(os.fspath(path)).module()
+    return module
+
+
+def _write_compiled(graph: nn.Module, images: Tensor, path: Path, about: dict[str, str]) -> None:
+    if shutil.which("g++") is None and shutil.which("clang++") is None and "CXX" not in os.environ:
+        raise DwindleError("AOTInductor needs a C++ compiler, and there is none here; install g++, or export to onnx.")
+    recorded = program(graph, images)
+    with _quiet(), torch.no_grad():
+        torch._inductor.aoti_compile_and_package(
+            recorded, package_path=str(path), inductor_configs={"aot_inductor.metadata": about}
+        )
+
+
+def open_compiled(path: str | os.PathLike) -> Call:
+    """What a program compiled by AOTInductor computes."""
+    module: Any = torch._inductor.aoti_load_package(os.fspath(path))
     return module
 
 
