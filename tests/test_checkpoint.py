@@ -43,6 +43,18 @@ def test_round_trip_of_every_method(method, tmp_path):
     assert torch.equal(again(images_for(model)).logits, model(images_for(model)).logits)
 
 
+def test_the_umask_says_who_may_read(tmp_path):
+    model = build("vit", METHODS["Static"]())
+    for mask, files, folders in ((0o022, 0o644, 0o755), (0o077, 0o600, 0o700)):
+        before = os.umask(mask)
+        try:
+            folder = dwindle.save(model, tmp_path / f"{mask:o}")
+        finally:
+            os.umask(before)
+        assert folder.stat().st_mode & 0o777 == folders
+        assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {files}
+
+
 def test_only_the_method(tmp_path):
     model = build("vit", METHODS["AHT"]())
     dwindle.save(model, tmp_path / "ck", what="method")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
 
 import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
-from dwindle.export import Graph, check, export, open_onnx, open_program, program
+from dwindle.export import Graph, check, export, open_compiled, open_onnx, open_program, program, worthwhile_moves
 from dwindle.flow import Flow
 
 
@@ -34,6 +35,28 @@ def test_every_kind_of_backbone(backbone):
         wanted, flow = model(images, layout="packed"), model.run(images, Flow.start)
     assert torch.equal(wanted.trace.depth, flow.trace.depth)
     torch.testing.assert_close(flow.logits, wanted.logits, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("moves", [(), (2,), (1, 3)])
+@pytest.mark.parametrize("method", ["AHT_heirs", "AHT_rest", "AHT_class", "AViT", "TopK_fused", "ToMe"])
+@pytest.mark.parametrize("backbone", ["distilled", "average"])
+def test_when_rows_are_moved_changes_nothing(backbone, method, moves):
+    model = build(backbone, METHODS[method]())
+    images = images_for(model)
+    with torch.no_grad():
+        logits, depth = Graph(model, moves)(images)
+        wanted = model(images, layout="packed")
+    assert torch.equal(wanted.trace.depth, depth)
+    torch.testing.assert_close(logits, wanted.logits, atol=1e-5, rtol=1e-4)
+
+
+def test_rows_are_moved_where_it_pays(monkeypatch):
+    model = build("vit", METHODS["AHT_heirs"]())
+    assert worthwhile_moves(model, images_for(model)) == ()
+    monkeypatch.setattr("dwindle.export.MOVE", 0)
+    counts = model(images_for(model)).trace.counts.float().mean(1)
+    falls = [block for block in (1, 2, 3) if counts[block] < counts[block - 1]]
+    assert falls and worthwhile_moves(model, images_for(model)) == tuple(falls)
 
 
 @pytest.mark.parametrize("method", ["AHT", "AHT_heirs", "AHT_class", "AViT", "Static"])
@@ -61,11 +84,21 @@ def test_a_program_on_disk(tmp_path):
     check(model, open_program(tmp_path / "deep" / "model.pt2"), images_for(model))
 
 
-def test_onnx(tmp_path):
+@pytest.mark.skipif("DWINDLE_SLOW" not in os.environ, reason="compiling takes minutes; set DWINDLE_SLOW=1")
+def test_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr("dwindle.export.MOVE", 0)
+    model = build("vit", METHODS["AHT_heirs"]())
+    told = export(model, "aoti", tmp_path / "model.pt2")
+    assert told["decisions"] == 1.0 and [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
+    check(model, open_compiled(tmp_path / "model.pt2"), images_for(model))
+
+
+def test_onnx(tmp_path, monkeypatch):
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason="extra `onnx` is not installed")
     import onnx
 
+    monkeypatch.setattr("dwindle.export.MOVE", 0)  # a tiny model's rows are not worth moving
     model = build("vit", METHODS["AHT_heirs"]())
     told = export(model, "onnx", tmp_path / "model.onnx")
     assert told["decisions"] == 1.0 and told["difference"] < 1e-4
@@ -75,7 +108,7 @@ def test_onnx(tmp_path):
         check(model, call, images_for(model, count))
     held = onnx.load(tmp_path / "model.onnx")
     onnx.checker.check_model(held)
-    assert "NonZero" in {node.op_type for node in held.graph.node}
+    assert "TopK" in {node.op_type for node in held.graph.node}
     about = {entry.key: json.loads(entry.value) for entry in held.metadata_props if entry.key.startswith("dwindle.")}
     assert about["dwindle.method"]["name"] == "AHT" and about["dwindle.preprocess"]["size"] == 32
 

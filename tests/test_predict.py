@@ -18,6 +18,7 @@ from PIL import Image
 
 import dwindle
 from conftest import METHODS, build
+from dwindle.cluster import Classify
 from dwindle.images import load_image, preprocess_of
 from dwindle.predict import predict
 
@@ -118,3 +119,38 @@ def test_bad_requests(places, tmp_path):
         run(places, tmp_path / "p.csv")
     with pytest.raises(dwindle.DwindleError, match="not found"):
         predict(str(places["model"]), os.fspath(tmp_path / "nothing" / "here"), tmp_path / "r.parquet")
+
+
+def test_a_batch_of_rows_for_ray(places):
+    """The stage itself, which is all that Ray calls."""
+    stage = Classify(places["model"], device="cpu")
+    paths = sorted(places["flat"].glob("*.png"))
+    rows = stage({"bytes": np.array([p.read_bytes() for p in paths], dtype=object), "path": np.array(paths)})
+    broken = np.array([path.name in ("04.png", "08.png") for path in paths])
+    assert ((rows["prediction"] == -1) == broken).all() and [why is not None for why in rows["error"]] == list(broken)
+    assert all(len(top) == (0 if bad else 5) for top, bad in zip(rows["top5"], broken))
+    arrays = {"image": np.stack([np.asarray(load_image(p)) for p, bad in zip(paths, broken) if not bad])}
+    again = Classify(places["model"], column="image", device="cpu")(arrays)
+    assert (again["prediction"] == rows["prediction"][~broken]).all()
+    with pytest.raises(dwindle.DwindleError, match="no column 'bytes'"):
+        stage({"image": arrays["image"]})
+
+
+def test_on_a_local_ray(places, tmp_path):
+    ray = pytest.importorskip("ray", reason="extra `ray` is not installed")
+    pytest.importorskip("ray.data", reason="extra `ray` is not installed")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        images = ray.data.read_binary_files(str(places["flat"]), include_paths=True)
+        told = images.map_batches(Classify, fn_constructor_args=[str(places["model"])], batch_size=4, concurrency=1)
+        rows = told.drop_columns(["bytes"]).take_all()
+    finally:
+        ray.shutdown()
+    run(places, tmp_path / "p.parquet")
+    wanted = {row["image"]: row for row in pq.read_table(tmp_path / "p.parquet").to_pylist()}
+    found = {str(Path(row["path"]).relative_to(places["flat"])): row for row in rows}
+    assert len(found) == len(rows) == 23
+    assert {name for name, row in found.items() if row["error"] is not None} == {"04.png", "08.png"}
+    for name, row in wanted.items():
+        assert found[name]["prediction"] == row["prediction"] and list(found[name]["top5"]) == row["top5"]
+        assert found[name]["gmacs"] == pytest.approx(row["gmacs"], rel=1e-4)

@@ -7,7 +7,10 @@ import base64
 import concurrent.futures
 import io
 import json
+import signal
 import struct
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -25,6 +28,7 @@ from dwindle.methods.tome import ToMe
 
 pytest.importorskip("fastapi", reason="extra `serve` is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
+import httpx
 from fastapi.testclient import TestClient
 
 from dwindle.serve.app import create_app
@@ -83,6 +87,13 @@ def test_bytes_and_json_get_the_same_answer(client):
     told = plain.json()
     assert len(told["top"]) == 5 and told["model"] == "aht" and 0 < told["cost"] <= 1.2
     assert sum(one["confidence"] for one in told["top"]) == pytest.approx(1, abs=1e-3)  # all five classes
+
+
+def test_images_are_prepared_as_everywhere(served):
+    for kind in ("PNG", "JPEG"):
+        photo = Image.open(io.BytesIO(picture(size=(70, 90), kind=kind)))
+        prepared = served[0].preprocess.normalised(served[0].prepare(photo)[None])
+        assert torch.equal(prepared[0], served[0].preprocess.eval_transform()(photo))
 
 
 def test_alone_or_in_company(client):
@@ -198,7 +209,7 @@ class Slow(Served):
 
     def run(self, images, dials):
         self.gate.wait(20)
-        if (images > 90).any():
+        if (images == 255).all((1, 2, 3)).any():
             raise RuntimeError("this image breaks the model")
         return super().run(images, dials)
 
@@ -232,7 +243,7 @@ def test_time_is_limited_and_the_server_goes_on(slow):
 def test_a_request_that_dies_does_not_take_its_batch_along(slow):
     app = create_app([slow], Limits(batch=4, linger=0.2))
     batcher = app.state.batcher
-    good, bad = slow.prepare(Image.open(io.BytesIO(picture()))), torch.full((3, 32, 32), 100.0)
+    good, bad = slow.prepare(Image.open(io.BytesIO(picture()))), torch.full((32, 32, 3), 255, dtype=torch.uint8)
 
     async def all_four():
         jobs = [batcher.classify(slow, image, slow.trained, 5) for image in (good, bad, good, good)]
@@ -295,6 +306,57 @@ def test_fuzzed_json_never_breaks_it(client, body):
     for address in ("/v1/classify", "/v1/batch", "/v1/explain"):
         answer = client.post(address, content=json.dumps(body), headers={"content-type": "application/json"})
         assert answer.status_code in (200, 413, 422), answer.text
+
+
+SAID = {200, 401, 404, 413, 422, 429}  # 405 apart, what a request that arrives whole can be told
+
+
+def test_requests_made_from_the_openapi_description(served):
+    """Those it allows and those it forbids, images and JSON: never a 500, and every answer as it describes."""
+    schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+    app = create_app(served, Limits(bytes=200_000, pixels=1_000_000, images=4, batch=8))
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    checks, statuses = schemathesis.checks, set()
+    conforming = [checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance]
+    for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+        for path in ("/v1/classify", "/v1/batch", "/v1/explain"):
+
+            @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+            @given(case=schema[path]["POST"].as_strategy(generation_mode=mode))
+            def ask(case):
+                answer = case.call()
+                statuses.add(answer.status_code)
+                assert answer.status_code in SAID, answer.text
+                case.validate_response(answer, checks=conforming)
+
+            ask()
+    assert {200, 422} <= statuses
+
+
+def test_sigterm_finishes_what_was_accepted(served, tmp_path):
+    """The command itself, in a process of its own: it has images in hand, is told to end, answers them and ends."""
+    checkpoint = dwindle.save(served[0].model, tmp_path / "tiny")
+    line = [sys.executable, "-m", "dwindle", "serve", str(checkpoint), "--port", "0"]
+    server = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+    try:
+        address = next(json.loads(said)["address"] for said in server.stdout if said.startswith("{"))
+        large = picture(size=(1500, 1500), kind="JPEG")  # long to decode
+        with httpx.Client(base_url=address, timeout=60) as client, concurrent.futures.ThreadPoolExecutor(24) as pool:
+            asked = [pool.submit(client.post, "/v1/classify", content=large) for _ in range(24)]
+            end, waiting = time.monotonic() + 30, 0.0
+            while waiting < 8 and time.monotonic() < end:
+                told = httpx.get(f"{address}metrics").text
+                waiting = float(told.split("\ndwindle_waiting_images ")[1].split()[0])
+            assert waiting >= 8
+            server.terminate()
+            answers = [one.result() for one in asked if one.exception() is None]
+        # Whoever was still connecting was turned away; everyone who was let in was answered.
+        assert len([one for one in answers if one.status_code == 200]) >= waiting
+        assert {one.status_code for one in answers} <= {200, 503}
+        assert server.wait(30) in (0, -signal.SIGTERM)
+    finally:
+        server.kill()
+        server.wait()
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,17 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
 
 from .backbones.base import Backbone, backbone_of
 from .errors import DwindleError, unknown
+from .files import write_weights
 from .int8 import is_int8, to_int8
 from .methods import Method
 from .model import AdaptiveViT, adapt
@@ -48,8 +49,6 @@ def save(
     extra: JSON kept in the config (data, preprocessing, results); `load` hands it back as `model.extra`.
     weights: the model's state dict, where it was gathered from several processes.
     """
-    from safetensors.torch import save_file
-
     folder = Path(folder)
     if folder.is_file():
         raise DwindleError(f"{folder} is a file; a checkpoint is a folder, so give the name of a new one.")
@@ -67,11 +66,11 @@ def save(
     stored = {name.removeprefix("vit."): _storable(value, half) for name, value in chosen.items()}
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    scratch = folder.parent / f".{folder.name}-{uuid4().hex}"
+    scratch.mkdir()
     try:
-        save_file(stored, scratch / WEIGHTS, metadata={"format": "pt"})
         (scratch / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        scratch.chmod(0o755)
+        write_weights(scratch / WEIGHTS, stored, metadata={"format": "pt"})
         _swap_in(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

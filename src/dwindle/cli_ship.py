@@ -1,4 +1,4 @@
-"""The commands that take a model out of the laboratory; cli.py registers them by importing this."""
+"""The commands that take a model out of the laboratory."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli import Checkpoint, Data, Device, OptionalData, _device, _finish, _plain, _progress, _table, app, console
+from .cli import Checkpoint, Data, Device, OptionalData, _device, _finish, _plain, _progress, _table, console
 
 Budget = Annotated[
     float | None, typer.Option(help="Turn the model to this share of the static cost first (on the shipped photos).")
 ]
 
 
-@app.command()
+def register(app: typer.Typer) -> None:
+    for command in (export, quantize, predict, serve):
+        app.command()(command)
+
+
 def export(
     checkpoint: Checkpoint,
-    to: Annotated[str, typer.Option(help="onnx or torch-export.")],
+    to: Annotated[str, typer.Option(help="onnx, torch-export or aoti (compiled by AOTInductor for this CPU).")],
     out: Annotated[Path, typer.Option(help="The file to write: .onnx or .pt2.")],
     budget: Budget = None,
     seconds: Annotated[float, typer.Option(help="Time against the static model exported alike; 0: not.")] = 0.0,
@@ -42,7 +46,6 @@ def export(
     _finish(result)
 
 
-@app.command()
 def quantize(
     checkpoint: Checkpoint,
     out: Annotated[Path, typer.Option(help="Folder of the int8 checkpoint.")],
@@ -89,7 +92,6 @@ def quantize(
     _finish(result)
 
 
-@app.command()
 def predict(
     checkpoint: Checkpoint,
     data: Data,
@@ -130,7 +132,6 @@ def predict(
         _finish(result)
 
 
-@app.command()
 def serve(
     checkpoint: Annotated[
         list[str] | None, typer.Argument(help="Checkpoints to serve, the first by default; by itself the demo's.")

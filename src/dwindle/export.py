@@ -1,4 +1,4 @@
-"""Models that leave Python: one graph from which halted tokens are gone, as an ONNX file or a torch.export program.
+"""Models that leave Python: one graph from which halted tokens are gone: ONNX, a torch.export program, or compiled.
 
 A file is checked against the model it was made from before it gets its name: same decisions, same logits.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import statistics
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
@@ -27,9 +28,10 @@ from .images import load_image, preprocess_of
 from .int8 import is_int8
 from .model import AdaptiveViT
 
-FORMS = {"onnx": ".onnx", "torch-export": ".pt2"}
+FORMS = {"onnx": ".onnx", "torch-export": ".pt2", "aoti": ".pt2"}
 TOLERANCE = 1e-4  # of logits, where the decisions are the same
 OPSET = 20
+MOVE = 4e6  # multiply-accumulates done in the time that moving rows takes a runtime
 EMBEDDED = 1 << 30  # bytes of weights up to which an ONNX file holds them itself; protobuf ends at 2 GiB
 
 Call = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -38,13 +40,27 @@ Call = Callable[[Tensor], tuple[Tensor, Tensor]]
 class Graph(nn.Module):
     """What is exported: images (B, C, height, width) in; logits (B, classes) and depth (B, N) out."""
 
-    def __init__(self, model: AdaptiveViT) -> None:
+    def __init__(self, model: AdaptiveViT, moves: Collection[int] | None = None) -> None:
+        """moves: blocks after which live rows are moved together; None: each at which tokens may stop."""
         super().__init__()
         self.model = model
+        self.start = partial(Flow.start, front=model.backbone.front, moves=moves)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        out = self.model.run(images, Flow.start)
+        out = self.model.run(images, self.start)
         return out.logits, out.trace.depth
+
+
+@torch.inference_mode()
+def worthwhile_moves(model: AdaptiveViT, images: Tensor) -> tuple[int, ...]:
+    """Blocks after which so few rows are live, of an image like these, that the next is cheaper if they are moved."""
+    live = model(images, layout="packed").trace.counts.float().mean(1).tolist()
+    shape, moves, rows = model.backbone.shape, [], live[0]
+    for block, count in enumerate(live[1:], 1):
+        if (rows - count) * shape.block_macs > MOVE:
+            moves.append(block)
+            rows = count
+    return tuple(moves)
 
 
 def export(model: AdaptiveViT, to: str, out: str | os.PathLike, *, seconds: float = 0.0) -> dict[str, Any]:
@@ -65,9 +81,13 @@ def export(model: AdaptiveViT, to: str, out: str | os.PathLike, *, seconds: floa
     photos = check_images(model)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.stem}.draft{path.suffix}")
-    write, open_ = (_write_onnx, open_onnx) if to == "onnx" else (_write_program, open_program)
+    write, open_ = {
+        "onnx": (_write_onnx, open_onnx),
+        "torch-export": (_write_program, open_program),
+        "aoti": (_write_compiled, open_compiled),
+    }[to]
     try:
-        write(Graph(model), photos, draft, _about(model))
+        write(Graph(model, worthwhile_moves(model, photos)), photos, draft, _about(model))
         call = open_(draft)
         result = {"out": str(path), "form": to, **check(model, call, photos)}
         if to == "onnx":
@@ -177,6 +197,22 @@ def open_program(path: str | os.PathLike) -> Call:
     return module
 
 
+def _write_compiled(graph: nn.Module, images: Tensor, path: Path, about: dict[str, str]) -> None:
+    if shutil.which("g++") is None and shutil.which("clang++") is None and "CXX" not in os.environ:
+        raise DwindleError("AOTInductor needs a C++ compiler, and there is none here; install g++, or export to onnx.")
+    recorded = program(graph, images)
+    with _quiet(), torch.no_grad():
+        torch._inductor.aoti_compile_and_package(
+            recorded, package_path=str(path), inductor_configs={"aot_inductor.metadata": about}
+        )
+
+
+def open_compiled(path: str | os.PathLike) -> Call:
+    """What a program compiled by AOTInductor computes."""
+    module: Any = torch._inductor.aoti_load_package(os.fspath(path))
+    return module
+
+
 def _write_onnx(graph: nn.Module, images: Tensor, path: Path, about: dict[str, str]) -> None:
     _needs("onnx", "onnxscript", "onnxruntime")
     names = ["logits", "depth"] if isinstance(graph, Graph) else ["logits"]
@@ -190,6 +226,7 @@ def _write_onnx(graph: nn.Module, images: Tensor, path: Path, about: dict[str, s
             opset_version=OPSET,
             dynamo=True,
             verbose=False,
+            custom_translation_table={torch.ops.aten.scaled_dot_product_attention.default: _attention},
         )
     made.model.metadata_props.update(about)
     size = sum(p.numel() * p.element_size() for p in graph.parameters())
@@ -200,6 +237,26 @@ def _write_onnx(graph: nn.Module, images: Tensor, path: Path, about: dict[str, s
     held = onnx.load(path, load_external_data=False)
     del held.graph.value_info[:]
     onnx.save(held, path)
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """In as few nodes as runtimes know to fuse; the exporter's own asks every tensor for its shape on the way."""
+    from onnxscript import opset20 as op
+
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = op.MatMul(op.Mul(query, op.Constant(value_float=scale)), op.Transpose(key, perm=[0, 1, 3, 2]))
+    if attn_mask is not None:
+        scores = op.Add(scores, attn_mask)
+    return op.MatMul(op.Softmax(scores, axis=-1), value)
 
 
 def open_onnx(path: str | os.PathLike, threads: int | None = None) -> Call:

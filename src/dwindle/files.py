@@ -6,7 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import uuid4
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @contextmanager
@@ -23,4 +27,16 @@ def draft(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> Path:
     with draft(path) as scratch:
         scratch.write_text(text, encoding="utf-8")
+    return path
+
+
+def write_weights(path: Path, weights: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Path:
+    """A safetensors file, readable as the umask says: safetensors itself lets only the owner."""
+    from safetensors.torch import save_file
+
+    with draft(path) as scratch:
+        scratch.touch()
+        mode = scratch.stat().st_mode
+        save_file(weights, scratch, metadata)
+        scratch.chmod(mode)
     return path

@@ -1,20 +1,23 @@
 """Live rows padded to the longest image, at sizes only known when a graph runs: what torch.export and ONNX record.
 
-Shapes: B images, N tokens per image, n rows of each image now: as many as the longest has live, a new symbol after
-each block at which tokens may leave.
+Shapes: B images, N tokens per image, n rows of each image now: as many as the longest had live when rows were last
+moved. A runtime pays for every node of a graph, however small what it works on: here few nodes come before few numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .ops.heirs import inherit_by_product
+from .ops.attention import looked_at
 from .tokens import Masked, Where, wide
+
+NEVER = -1e9  # what the softmax makes exactly 0; unlike -inf it leaves an image without live rows finite
 
 
 @dataclass(frozen=True)
@@ -33,23 +36,53 @@ class _Placed(Where):
 
 @dataclass
 class Flow(Masked):
-    """Rows that are not live are padding: computed, and read by nobody. An image alone has none."""
+    """Rows that are not live are padding: computed, and read by nobody.
+
+    Rows keep their order, so the first `front` tokens are among the first `front` rows for as long as they are live.
+    """
 
     home: Tensor = None  # type: ignore[assignment]  # (B, n) which token of its image a row is
-    stopped: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (position b * N + n, value) of those who left
+    front: int | None = None  # only so many tokens, the first, are read in the end; None: all
+    moves: Collection[int] | None = None  # blocks after which live rows are moved together; None: each that decides
+    depth: int = 0
+    stopped: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # (who of the rows, home, value)
 
     @staticmethod
-    def start(x_BND: Tensor, prefix: int) -> Flow:
+    def start(x_BND: Tensor, prefix: int, front: int | None = None, moves: Collection[int] | None = None) -> Flow:
         shape = (x_BND.shape[0], x_BND.shape[1])
         live = torch.ones(shape, dtype=torch.bool, device=x_BND.device)
-        return Flow(x_BND, shape, prefix, live=live, home=torch.arange(shape[1], device=x_BND.device).expand(shape))
+        home = torch.arange(shape[1], device=x_BND.device).expand(shape)
+        return Flow(x_BND, shape, prefix, live=live, home=home, front=front, moves=moves)
 
     def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Flow:
         return replace(self, x=call(self.x))
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        if self.keeping_keys:
+            self.keys = k.mean(1)
+        if self.watching:
+            self.attention = looked_at(q, k, self.live, self.prefix, options.get("scale"))
+        bias = self.notes.get("key_bias")
+        if bias is None:
+            bias = None if self.whole else q.new_zeros(())
+        mask = None if bias is None else torch.where(self.live, bias.to(q.dtype), NEVER)[:, None, None, :]
+        return F.scaled_dot_product_attention(q, k, v, mask, **options)
+
     def inherit(self, size: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
+        """As a matrix product, as runtimes are slow to scatter. Who does not leave is its own heir."""
         assert self.keys is not None
-        return inherit_by_product(wide(self.x), size, self.keys.detach(), staying, leaving)
+        keys, rows = wide(self.keys), torch.arange(self.x.shape[1], device=self.x.device)
+        length = keys.norm(dim=-1, keepdim=True).clamp_min(1e-12)  # whoever looks for an heir: its own plays no part
+        alike = torch.where(staying[:, None, :], keys @ (keys / length).transpose(1, 2), -torch.inf)
+        heir = torch.where(leaving, alike.argmax(-1), rows)
+        given = torch.where(heir[..., None] == rows, size[..., None], 0.0)  # (B, from, to)
+        total = given.sum(1)
+        return (given.transpose(1, 2) @ wide(self.x)) / total.clamp_min(1)[..., None], total
+
+    def image_mean(self, rows: Tensor) -> Tensor:
+        share = self.live.to(rows.dtype)
+        share = share / share.sum(1, keepdim=True).clamp_min(1)
+        return (share[:, None] @ rows).squeeze(1)
 
     def per_image(self, values_B: Tensor) -> Tensor:
         return values_B[:, None].expand(-1, self.x.shape[1], *values_B.shape[1:])
@@ -66,41 +99,48 @@ class Flow(Masked):
         return _Placed(self.shape, home_Bn=self.home, live_Bn=self.live)
 
     def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Flow:
+        after = replace(self, depth=self.depth + 1, **self.forget())
         if keep is None:
-            return replace(self, **self.forget())
-        live, rows = self.live & keep, self.x.shape[1]
-        counted = live.long()
-        longest: Any = counted.sum(1).max().clamp_min(1).item()  # a row must be, were it padding
-        torch._check(longest >= 1)
+            return after
+        after.live, after.whole = self.live & keep, False
+        after.stopped = [*self.stopped, self._picked(self.live & ~keep)]
+        return after._moved() if self.moves is None or after.depth in self.moves else after
+
+    def _moved(self) -> Flow:
+        """Live rows to the front, in their order; cut to the longest image."""
+        rows = self.x.shape[1]
+        least = max(self.front or 0, 2)  # at 1 the compiler (AOTInductor) would have to know which of two paths to take
+        longest: Any = self.live.long().sum(1).max().clamp_min(least).item()
+        torch._check(longest >= least)
         torch._check(longest <= rows)
-        # Live rows to the front, in their order, by counting: a sort costs more and its ties are the runtime's.
-        ahead, behind = counted.cumsum(1), (1 - counted).cumsum(1)
-        slot = torch.where(live, ahead - 1, ahead[:, -1:] + behind - 1)
-        order = torch.zeros_like(slot).scatter(1, slot, torch.arange(rows, device=slot.device).expand(slot.shape))
-        order = order[:, :longest]
-        flat = (order + rows * torch.arange(self.shape[0], device=slot.device)[:, None]).flatten()
+        index = torch.arange(rows, device=self.x.device)
+        order = torch.where(self.live, index, index + rows).topk(longest, dim=1, largest=False)[1]
+        flat = (order + rows * torch.arange(self.shape[0], device=order.device)[:, None]).flatten()
 
         def taken(values: Tensor) -> Tensor:
+            if values.dim() == 2:
+                return values.gather(1, order)
             return values.flatten(0, 1).index_select(0, flat).unflatten(0, (self.shape[0], longest))
 
-        return replace(
-            self,
-            x=taken(self.x),
-            notes={name: taken(note) for name, note in self.notes.items()},
-            live=taken(live),
-            home=taken(self.home),
-            whole=False,
-            stopped=[*self.stopped, self._picked(self.live & ~keep)],
-            **self.forget(),
-        )
+        notes = {name: taken(note) for name, note in self.notes.items()}
+        return replace(self, x=taken(self.x), notes=notes, live=taken(self.live), home=taken(self.home))
 
-    def _picked(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        chosen = rows.flatten().nonzero()[:, 0]
-        position = self.home + self.shape[1] * torch.arange(self.shape[0], device=rows.device)[:, None]
-        return position.flatten().index_select(0, chosen), self.value.flatten(0, 1).index_select(0, chosen)
+    def _picked(self, who: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return tuple(rows[:, : self.front] for rows in (who, self.home, self.value))  # type: ignore[return-value]
 
     def stream(self) -> Tensor:
-        homes, values = zip(*self.stopped, self._picked(self.live))
+        """(B, N, D), or only the tokens that are read."""
         images, count = self.shape
-        flat = self.x.new_zeros(images * count, self.x.shape[-1]).index_copy(0, torch.cat(homes), torch.cat(values))
+        picked = [*self.stopped, self._picked(self.live)]
+        if self.front is not None:
+            who, home, value = (torch.cat(parts, 1) for parts in zip(*picked))
+            first = torch.arange(self.front, device=home.device)
+            return ((who[..., None] & (home[..., None] == first)).to(value.dtype).transpose(1, 2)) @ value
+        places, values = [], []
+        for who, home, value in picked:
+            chosen = who.flatten().nonzero()[:, 0]
+            place = home + count * torch.arange(images, device=home.device)[:, None]
+            places.append(place.flatten().index_select(0, chosen))
+            values.append(value.flatten(0, 1).index_select(0, chosen))
+        flat = self.x.new_zeros(images * count, self.x.shape[-1]).index_copy(0, torch.cat(places), torch.cat(values))
         return flat.view(images, count, -1)

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps
+from torch import Tensor
 
 from .errors import DwindleError, unknown
 
@@ -100,6 +102,12 @@ class Preprocess:
         for step in self._crop():
             image = step(image)
         return image
+
+    def normalised(self, pixels_BHWC: Tensor) -> Tensor:
+        """What `eval_transform` makes of images whose `seen` pixels (uint8) these are: (B, C, height, width)."""
+        x = pixels_BHWC.permute(0, 3, 1, 2).to(torch.get_default_dtype(), memory_format=torch.contiguous_format)
+        mean, std = (x.new_tensor(values)[:, None, None] for values in (self.mean, self.std))
+        return x.div_(255).sub_(mean).div_(std)
 
     def _crop(self) -> list[Transform]:
         from torchvision import transforms as t

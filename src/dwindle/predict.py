@@ -249,7 +249,7 @@ def _answers(
         good = [(i, x) for i, x, _ in rows if x is not None]
         errors += [{"row": i, "image": _name(images, i), "reason": why} for i, _, why in rows if why is not None]
         if good:
-            for name, values in _classify(model, torch.stack([x for _, x in good]).to(device)).items():
+            for name, values in classify(model, torch.stack([x for _, x in good]).to(device)).items():
                 columns[name] += values
             numbers = [i for i, _ in good]
             labels = [int(images.labels[i]) for i in numbers]
@@ -263,7 +263,7 @@ def _answers(
 
 
 @torch.inference_mode()
-def _classify(model: AdaptiveViT, x: Tensor) -> dict[str, list]:
+def classify(model: AdaptiveViT, x: Tensor) -> dict[str, list]:
     out = model(x)
     confidence, best = out.logits.float().softmax(-1).topk(min(TOP, out.logits.shape[-1]))
     return {

@@ -13,8 +13,8 @@ from ..errors import DwindleError, unknown
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(grid)
-    app.command()(policies)
+    for command in (grid, policies):
+        app.command()(command)
 
 
 def _model(checkpoint: str) -> Any:
@@ -156,11 +156,11 @@ def policies(
     columns = ["policy", "top1", "gmacs", "fixed_top1"]
     _table(f"{checkpoint} on {data}", columns, [[row[c] for c in columns] for row in rows])
     if out is not None:
-        from safetensors.torch import save_file
+        from ..files import write_weights
 
         out.mkdir(parents=True, exist_ok=True)
         (out / "policies.json").write_text(json.dumps(rows, indent=1) + "\n")
         for price, policy, _ in made:
             weights = {n: v.cpu().contiguous() for n, v in policy.state_dict().items()}
-            save_file(weights, out / f"policy_{price}.safetensors")
+            write_weights(out / f"policy_{price}.safetensors", weights)
     _finish({"checkpoint": checkpoint, "images": served.count, "rows": rows})

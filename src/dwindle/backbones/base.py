@@ -132,6 +132,11 @@ class Backbone:
         """(B, N, D) -> logits."""
         raise NotImplementedError
 
+    @property
+    def front(self) -> int | None:
+        """The readout looks at the first so many tokens; None: at all."""
+        return None
+
     def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the class token's head and of the distillation token's."""
         raise DwindleError(

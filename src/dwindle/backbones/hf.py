@@ -88,6 +88,10 @@ class HuggingFaceViT(Backbone):
             return (by_class + by_teacher) / 2
         return vit.classifier(self.tower.layernorm(stream_BND[:, 0]))
 
+    @property
+    def front(self) -> int | None:
+        return None if self.is_dino else self.shape.prefix
+
     def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
         if self.kind != "DeiTForImageClassificationWithTeacher":
             return super().answers(stream_BND)

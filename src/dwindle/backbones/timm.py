@@ -66,9 +66,11 @@ class TimmViT(Backbone):
         return vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
 
     def readout(self, stream_BND: Tensor) -> Tensor:
-        if self.vit.global_pool == "token":
-            stream_BND = stream_BND[:, : self.vit.num_prefix_tokens]  # nobody else is read: no need to norm them
-        return self.vit.forward_head(self.vit.norm(stream_BND))
+        return self.vit.forward_head(self.vit.norm(stream_BND[:, : self.front]))  # who is not read needs no norm
+
+    @property
+    def front(self) -> int | None:
+        return self.vit.num_prefix_tokens if self.vit.global_pool == "token" else None
 
     def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
         vit = self.vit

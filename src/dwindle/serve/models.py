@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -27,7 +28,6 @@ class Served:
     def __init__(self, name: str, model: AdaptiveViT, points: int = POINTS) -> None:
         self.name, self.model = name, model.eval()
         self.preprocess = preprocess_of(model)
-        self.transform = self.preprocess.eval_transform()
         self.classes = class_names(model)
         self.method = type(model.method).__name__
         self.photos = check_images(model)
@@ -62,7 +62,9 @@ class Served:
         return None if self.model.method.dial_per_image else dial
 
     @torch.inference_mode()
-    def run(self, images: Tensor, dials: Sequence[float | None]) -> Output:
+    def run(self, pixels: Tensor, dials: Sequence[float | None]) -> Output:
+        """pixels: (B, height, width, 3), as `prepare` gives them."""
+        images = self.preprocess.normalised(pixels)
         if self.model.method.dial_per_image and self.trained is not None:
             return self.model(images, dial=torch.tensor(dials, dtype=torch.float32))
         if self.trained is not None:
@@ -71,7 +73,8 @@ class Served:
         return self.model(images)
 
     def prepare(self, photo: Image.Image) -> Tensor:
-        return self.transform(photo)
+        """Without a calculation of torch's: it runs beside the models, whose threads would wait for this one's."""
+        return torch.from_numpy(np.array(self.preprocess.seen(photo)))
 
     def answers(self, out: Output, top: int = 5) -> list[dict[str, Any]]:
         """One for each image of a batch."""
@@ -93,12 +96,12 @@ class Served:
             for n in range(len(out.logits))
         ]
 
-    def explain(self, image: Tensor, dial: float | None, top: int = 5) -> dict[str, Any]:
+    def explain(self, pixels: Tensor, dial: float | None, top: int = 5) -> dict[str, Any]:
         """An image alone, and what happened to each of its patches."""
-        out = self.run(image[None], [dial])
+        out, image = self.run(pixels[None], [dial]), self.preprocess.normalised(pixels[None])
         with torch.inference_mode():  # turn about, so that both see the same machine
             rounds = [
-                (_timed(lambda: self.run(image[None], [dial])), _timed(lambda: self.model.vit(image[None])))
+                (_timed(lambda: self.run(pixels[None], [dial])), _timed(lambda: self.model.vit(image)))
                 for _ in range(ROUNDS)
             ]
         trace = out.trace

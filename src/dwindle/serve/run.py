@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from ..errors import DwindleError
 from ..methods.static import Static
 from ..methods.tome import ToMe
 from .models import Served, beside
+
+SWITCH = 2e-4  # seconds
 
 
 def served_models(checkpoints: Sequence[str]) -> list[Served]:
@@ -46,6 +49,9 @@ def serve(
         except (OSError, OverflowError) as error:
             raise DwindleError(f"Cannot listen on {host} port {port} ({error}); choose another --port.") from error
         models = served_models(checkpoints)
+        # A model asks for Python's lock after each of its hundreds of operations. While the event loop has work it gets
+        # it only at the switch interval, by default 5 ms.
+        sys.setswitchinterval(SWITCH)
         app = create_app(models, token=token)
         config = uvicorn.Config(
             app,
