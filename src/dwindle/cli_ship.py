@@ -138,8 +138,9 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for the whole network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8000,
+    device: Device = None,
 ) -> None:
     """A web page that shows where the compute goes, and an API. $DWINDLE_TOKEN: a bearer token to ask for."""
     from .serve.run import serve as run
 
-    run(checkpoint or [], host, port, lambda text: console.print(_plain(text)), _finish)
+    run(checkpoint or [], host, port, _device(device), lambda text: console.print(_plain(text)), _finish)

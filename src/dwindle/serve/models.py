@@ -26,11 +26,13 @@ ROUNDS = 3  # of timing an explained image
 
 class Served:
     def __init__(self, name: str, model: AdaptiveViT, points: int = POINTS) -> None:
+        """The model stays where it is, on a CPU or a GPU."""
         self.name, self.model = name, model.eval()
+        self.device = next(model.parameters()).device
         self.preprocess = preprocess_of(model)
         self.classes = class_names(model)
         self.method = type(model.method).__name__
-        self.photos = check_images(model)
+        self.photos = check_images(model).to(self.device)
         self.trained = _dial_value(model)
         with torch.inference_mode():
             self.table = _table(model, torch.cat([self.photos, self.photos.flip(-1)]), points)
@@ -64,7 +66,7 @@ class Served:
     @torch.inference_mode()
     def run(self, pixels: Tensor, dials: Sequence[float | None]) -> Output:
         """pixels: (B, height, width, 3), as `prepare` gives them."""
-        images = self.preprocess.normalised(pixels)
+        images = self.preprocess.normalised(pixels.to(self.device))
         if self.model.method.dial_per_image and self.trained is not None:
             return self.model(images, dial=torch.tensor(dials, dtype=torch.float32))
         if self.trained is not None:
@@ -98,16 +100,16 @@ class Served:
 
     def explain(self, pixels: Tensor, dial: float | None, top: int = 5) -> dict[str, Any]:
         """An image alone, and what happened to each of its patches."""
-        out, image = self.run(pixels[None], [dial]), self.preprocess.normalised(pixels[None])
+        out, image = self.run(pixels[None], [dial]), self.preprocess.normalised(pixels[None].to(self.device))
         with torch.inference_mode():  # turn about, so that both see the same machine
             rounds = [
-                (_timed(lambda: self.run(pixels[None], [dial])), _timed(lambda: self.model.vit(image)))
+                (self._timed(lambda: self.run(pixels[None], [dial])), self._timed(lambda: self.model.vit(image)))
                 for _ in range(ROUNDS)
             ]
         trace = out.trace
         plan = None
         if trace.plans:
-            latest = torch.full(trace.shape, torch.nan)
+            latest = torch.full(trace.shape, torch.nan, device=self.device)
             for stage in sorted(trace.plans):
                 latest = torch.where(trace.plans[stage].isnan(), latest, trace.plans[stage])
             patches = latest[0, trace.prefix :].unflatten(0, trace.grid)
@@ -121,6 +123,25 @@ class Served:
             "ms": round(min(adaptive for adaptive, _ in rounds), 2),
             "static_ms": round(min(static for _, static in rounds), 2),
         }
+
+    def warm(self, most: int) -> None:
+        """On a GPU: record batches of 1, 2, 4... images. What comes between runs in the next larger recording."""
+        size = 1
+        while size <= most and self.device.type == "cuda":
+            pixels = torch.zeros(size, self.preprocess.size, self.preprocess.size, 3, dtype=torch.uint8)
+            self.run(pixels, [self.trained] * size)
+            size *= 2
+
+    def _timed(self, call: Any) -> float:
+        self._wait()
+        begin = time.perf_counter()
+        call()
+        self._wait()
+        return (time.perf_counter() - begin) * 1e3
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def about(self) -> dict[str, Any]:
         shape = self.model.backbone.shape
@@ -169,9 +190,3 @@ def _table(model: AdaptiveViT, images: Tensor, points: int) -> list[tuple[float,
         if share > rising[-1][0]:
             rising.append((share, value))
     return rising
-
-
-def _timed(call: Any) -> float:
-    begin = time.perf_counter()
-    call()
-    return (time.perf_counter() - begin) * 1e3

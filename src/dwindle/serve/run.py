@@ -13,23 +13,32 @@ from ..demo import DEMO
 from ..errors import DwindleError
 from ..methods.static import Static
 from ..methods.tome import ToMe
+from .limits import Limits
 from .models import Served, beside
 
 SWITCH = 2e-4  # seconds
 
 
-def served_models(checkpoints: Sequence[str]) -> list[Served]:
+def served_models(checkpoints: Sequence[str], device: str = "cpu") -> list[Served]:
     """The checkpoints; and on the first one's weights the methods that need no training, to lay beside it."""
     names = list(checkpoints) or [DEMO]
     short = [name.rstrip("/").rsplit("/", 1)[-1] for name in names]
     if len(set(short)) < len(short):
         raise DwindleError(f"Two of the checkpoints {', '.join(names)} have the same name; rename one.")
-    models = [Served(name, load_halting(source)) for name, source in zip(short, names)]
-    return [*models, beside(models[0], ToMe(budget=0.67), "ToMe"), beside(models[0], Static(), "static")]
+    models = [Served(name, load_halting(source).to(device)) for name, source in zip(short, names)]
+    models += [beside(models[0], ToMe(budget=0.67), "ToMe"), beside(models[0], Static(), "static")]
+    for model in models:
+        model.warm(Limits.batch)
+    return models
 
 
 def serve(
-    checkpoints: Sequence[str], host: str, port: int, say: Callable[[str], None], finish: Callable[[dict], None]
+    checkpoints: Sequence[str],
+    host: str,
+    port: int,
+    device: str,
+    say: Callable[[str], None],
+    finish: Callable[[dict], None],
 ) -> None:
     try:
         import uvicorn
@@ -48,7 +57,7 @@ def serve(
             listening.bind((host, port))  # before the models are loaded: a taken port is known at once
         except (OSError, OverflowError) as error:
             raise DwindleError(f"Cannot listen on {host} port {port} ({error}); choose another --port.") from error
-        models = served_models(checkpoints)
+        models = served_models(checkpoints, device)
         # A model asks for Python's lock after each of its hundreds of operations. While the event loop has work it gets
         # it only at the switch interval, by default 5 ms.
         sys.setswitchinterval(SWITCH)
