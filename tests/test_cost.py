@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import timm
 import torch
@@ -13,11 +15,18 @@ from conftest import BACKBONES, METHODS, build, images_for
 from dwindle.backbones import backbone_of
 from dwindle.bench import forced_depths
 from dwindle.cost import static_macs
+from dwindle.ops.linear import available
 
 
 def counted(call) -> float:
-    """MACs by torch's counter, which sees attention on a CPU only as plain matrix products."""
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+    """MACs by torch's counter, which sees attention only as plain products, and must be told of MKL's."""
+
+    def product(x, packed, weight, *_, out_shape=None) -> int:
+        return 2 * math.prod(x) * weight[0]
+
+    known = {torch.ops.mkl._mkl_linear: product} if available() else {}
+    mode = FlopCounterMode(display=False, custom_mapping=known)
+    with mode as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         call()
     return counter.get_total_flops() / 2
 

@@ -82,7 +82,8 @@ def _described(model: Any) -> dict[str, Any]:
     if not hasattr(model, "method"):
         options = {"family": OWN, "model": type(model).__name__, "options": model.config}
         return {"backbone": options, "method": {"name": None, "options": {}}}
-    described = model.backbone.described or model.backbone.describe() or {"model": None, "options": None}
+    before = getattr(model.backbone, "described", None)  # a language model's layers are not exchanged
+    described = before or model.backbone.describe() or {"model": None, "options": None}
     config = {
         "backbone": {"family": model.backbone.family, **described},
         "method": {"name": type(model.method).__name__, "options": model.method.config},
