@@ -132,7 +132,7 @@ def test_no_teacher_for_a_transformer(data, tmp_path):
     from dwindle.train.loop import Run
 
     dwindle.save(dwindle.AdaPerceiver.preset("tiny", classes=3), tmp_path / "ada")
-    with pytest.raises(dwindle.DwindleError, match="network of its own"):
+    with pytest.raises(dwindle.DwindleError, match="is an AdaPerceiver"):
         Run(changed(tiny_test(), [f"teacher={tmp_path / 'ada'}"]), str(data), tmp_path / "run", device="cpu")
 
 
