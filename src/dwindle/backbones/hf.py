@@ -131,8 +131,10 @@ class HuggingFaceViT(Backbone):
         attention, mlp = block.attention, getattr(block, "mlp", None)
         before = getattr(block, "layernorm_before", None) or getattr(block, "norm1", None)
         after = getattr(block, "layernorm_after", None) or getattr(block, "norm2", None)
-        names = ("q_proj", "k_proj", "v_proj", "o_proj")
-        linears: list[Any] = [getattr(attention, name, None) for name in names]
+        linears: list[Any] = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+        if linears[0] is None and hasattr(attention, "attention"):  # transformers before its 5.2x
+            linears = [getattr(attention.attention, name, None) for name in ("query", "key", "value")]
+            linears.append(getattr(getattr(attention, "output", None), "dense", None))
         linears += [getattr(mlp, "fc1", None), getattr(mlp, "fc2", None)]
         act = activation_name(getattr(mlp, "activation_fn", None) or getattr(mlp, "activation", None))
         known = all(isinstance(layer, nn.Linear) for layer in linears) and act is not None
