@@ -45,16 +45,3 @@ def inherit_rows(
     total = size.index_add(0, to, weight)
     sums = (x * size[:, None]).index_add(0, to, x.index_select(0, from_) * weight[:, None])
     return sums / total[:, None], total
-
-
-def inherit_by_product(
-    x: Tensor, size: Tensor, keys: Tensor, staying: Tensor, leaving: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`inherit` with sums as matrix products, for runtimes whose scatter is slow."""
-    keys = F.normalize(keys.to(x.dtype), dim=-1)
-    heir = (keys @ keys.transpose(1, 2)).masked_fill(~staying[:, None, :], -torch.inf).argmax(-1)
-    weight = size * (leaving & staying.any(-1, keepdim=True))
-    to = (heir[..., None] == torch.arange(x.shape[1], device=x.device)) * weight[..., None]  # (B, from, n)
-    total = size + to.sum(1)
-    sums = x * size[..., None] + to.transpose(1, 2) @ x
-    return sums / total.clamp_min(1)[..., None], total
