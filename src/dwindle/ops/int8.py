@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+ROWS = 256  # at a time: what lies between the steps stays in the cache
+
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """(..., K) -> int8 of the same shape, and what 1 stands for in each row, (..., 1)."""
@@ -26,7 +28,12 @@ def int8_linear_ref(x: Tensor, weight_NK: Tensor, scale_N: Tensor, bias: Tensor 
 def int8_linear(x: Tensor, weight_NK: Tensor, scale_N: Tensor, bias: Tensor | None) -> Tensor:
     if x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
         return int8_linear_ref(x, weight_NK, scale_N, bias)
-    rows, scale = quantize_rows(x.reshape(-1, x.shape[-1]))
-    out = torch._int_mm(rows, weight_NK.T).float().mul_(scale_N).mul_(scale)
-    out = out if bias is None else out.add_(bias)
-    return out.view(*x.shape[:-1], -1)
+    rows_TK = x.reshape(-1, x.shape[-1])
+    out_TN = x.new_empty(len(rows_TK), len(weight_NK))
+    for rows, out in zip(rows_TK.split(ROWS), out_TN.split(ROWS)):
+        whole, scale = quantize_rows(rows)
+        sums = torch._int_mm(whole, weight_NK.T).float().mul_(scale_N)
+        torch.mul(sums, scale, out=out)
+        if bias is not None:
+            out.add_(bias)
+    return out_TN.view(*x.shape[:-1], -1)
