@@ -169,7 +169,7 @@ def test_commands_and_flags_are_frozen():
         "export": ["CHECKPOINT", "--to", "--out", "--budget", "--seconds"],
         "quantize": ["CHECKPOINT", "--out", "--data", "--budget", "--limit", "--batch", "--seconds"],
         "predict": ["CHECKPOINT", "--data", "--out", "--batch", "--workers", "--limit", "--device"],
-        "serve": ["CHECKPOINT", "--host", "--port"],
+        "serve": ["CHECKPOINT", "--host", "--port", "--device"],
     }
     for name in found:
         done = run(f"{name} --help")
