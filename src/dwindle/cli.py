@@ -207,14 +207,12 @@ def evaluate(
 ) -> None:
     """Accuracy, cost and speed of a checkpoint on a data set."""
     from .checkpoint import load_halting
-    from .images import preprocess_of
     from .lm import cli as language
     from .methods.base import require
     from .tokens import LAYOUTS
     from .train.batches import loader
-    from .train.data import check_labels, open_data
-    from .train.data import limit as first
     from .train.evaluate import evaluate as measure
+    from .train.evaluate import evaluation_images
 
     if layout not in LAYOUTS:
         raise unknown("layout", layout, LAYOUTS)
@@ -226,10 +224,7 @@ def evaluate(
     model = load_halting(checkpoint)
     if threshold is not None:
         _turn_threshold(model, threshold)
-    images = open_data(data, "test")
-    images = first(images, limit) if limit else images
-    check_labels(images.labels, model.backbone.shape.classes)
-    images.transform = preprocess_of(model).eval_transform()
+    images = evaluation_images(model, data, limit)
     with _progress() as bar:
         task = bar.add_task("evaluating", total=len(images))
         batches = loader(images, batch, workers=workers)

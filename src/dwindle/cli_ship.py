@@ -58,10 +58,11 @@ def quantize(
     """Write a model in int8, for CPUs: a checkpoint like others. With --data both are evaluated."""
     from .checkpoint import find, load_halting, save
     from .export import check_images
-    from .int8 import accuracy, likeness, race, weight_bytes
+    from .int8 import likeness, race, weight_bytes
     from .int8 import quantize as make
     from .methods.base import require
-    from .train.evaluate import calibrate
+    from .train.batches import loader
+    from .train.evaluate import calibrate, evaluate, evaluation_images
 
     require(batch >= 1, f"--batch {batch}", "it must be at least 1")
     require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
@@ -76,7 +77,8 @@ def quantize(
         with _progress() as bar:
             task = bar.add_task("evaluating", total=None)
             for name, which in (("float", model), ("int8", small)):
-                result[name] = accuracy(which, data, batch, limit, lambda n: bar.advance(task, n))
+                batches = loader(evaluation_images(which, data, limit), batch)
+                result[name] = evaluate(which, batches, progress=lambda n: bar.advance(task, n))
         columns = ["top1", "top5", "gmacs", "images_per_s"]
         lines = [[name, *[result[name][c] for c in columns]] for name in ("float", "int8")]
         _table(f"{checkpoint} on {data}", ["name", *columns], lines)

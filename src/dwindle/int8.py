@@ -91,23 +91,6 @@ def likeness(model: AdaptiveViT, small: AdaptiveViT, images: Tensor) -> dict[str
     }
 
 
-def accuracy(
-    model: AdaptiveViT, data: str, batch: int, limit: int | None, progress: Callable[[int], None] | None = None
-) -> dict[str, Any]:
-    """What `dwindle eval` says of the model on a CPU."""
-    from .images import preprocess_of
-    from .train.batches import loader
-    from .train.data import check_labels, open_data
-    from .train.data import limit as first
-    from .train.evaluate import evaluate
-
-    images = open_data(data, "test")
-    images = first(images, limit) if limit else images
-    check_labels(images.labels, model.backbone.shape.classes)
-    images.transform = preprocess_of(model).eval_transform()
-    return evaluate(model, loader(images, batch), progress=progress)
-
-
 @torch.inference_mode()
 def race(model: AdaptiveViT, small: AdaptiveViT, photos: Tensor, seconds: float) -> list[dict[str, Any]]:
     """Static and adaptive, in float and in int8, turn about in one process; images as the model decides by itself."""

@@ -12,9 +12,20 @@ from torch import Tensor
 from .. import ranks
 from ..cost import bisected, budget_share
 from ..errors import DwindleError
+from ..images import preprocess_of
 from ..model import AdaptiveViT
+from .data import Images, check_labels, limit, open_data
 
 Batches = Iterable[tuple[Tensor, Tensor]]
+
+
+def evaluation_images(model: AdaptiveViT, data: str, count: int | None = None) -> Images:
+    """A data set's evaluation images (the first `count`) as the model takes them."""
+    images = open_data(data, "test")
+    images = limit(images, count) if count else images
+    check_labels(images.labels, model.backbone.shape.classes)
+    images.transform = preprocess_of(model).eval_transform()
+    return images
 
 
 def evaluate(
