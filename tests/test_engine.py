@@ -143,6 +143,8 @@ def test_a_dial_for_each_image_in_the_engine(no_gpu, method):
     same(engine(images, None, dial), model(images, layout="packed", dial=dial), 2e-4)
     same(engine(images, None, dial.flip(0)), model(images, layout="packed", dial=dial.flip(0)), 2e-4)
     same(engine(images), model(images, layout="packed"), 2e-4)
+    with pytest.raises(dwindle.DwindleError, match="one number per image"):
+        engine(images, None, dial[:1])
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ class Engine:
         return model
 
     def __call__(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> Output:
-        size = (images.shape, images.dtype, depths is None, dial is None)
+        size = (images.shape, images.dtype, _for_each(depths, images), _for_each(dial, images))
         path = self._latest.get(size)
         out = None if path is None else path(images, depths, dial)
         # While the GPU is at work: were settings changed, weights written to, moved or exchanged since?
@@ -91,7 +91,7 @@ class Engine:
         """Where a batch of this size runs. With as many recordings as are kept, one for up to four times as many images
         will do: those who are not there are not computed."""
         home = (size, setting)
-        if home in self._paths or len(self._paths) < GRAPHS:
+        if home in self._paths or len(self._paths) < GRAPHS or False in size:
             return home, self._paths.get(home)
         (count, *rest), *kind = size[0], *size[1:]
         larger = [
@@ -146,6 +146,11 @@ class Engine:
         name = self.chosen[size] = min(spent, key=lambda name: spent[name])
         log.info("engine: %s runs as %s (graph %.3f ms, eager %.3f ms)", size, name, spent["graph"], spent["eager"])
         return paths[name]
+
+
+def _for_each(given: Tensor | None, images: Tensor) -> bool | None:
+    """Whether there is one for each image: of another shape it must not be spread over a recording that has."""
+    return None if given is None else given.shape[:1] == images.shape[:1]
 
 
 def refusals() -> tuple[type[Exception], ...]:
