@@ -36,6 +36,7 @@ def compare(
 
     from .charts import tradeoff
     from .compare import Compare, markdown, read_results, summarised
+    from .files import write_text
     from .lm import cli as language
     from .train.recipe import changed, find_comparison
     from .view import save_figure
@@ -76,7 +77,7 @@ def compare(
     columns = ["name", "asked", "cost", "gmacs", "top1", "spread", "gap", "seeds", "images_per_s"]
     _table(f"{comparison} on {data}", columns, [["" if row[c] is None else row[c] for c in columns] for row in rows])
     table, plot = work.folder / "table.md", work.folder / "tradeoff.png"
-    table.write_text(markdown(rows, plan.reference))
+    write_text(table, markdown(rows, plan.reference))
     save_figure(tradeoff(rows, comparison, plan.reference), plot)
     _finish({"results": rows, "table": str(table), "plot": str(plot)})
 

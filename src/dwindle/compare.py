@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -32,9 +32,6 @@ from .train.evaluate import calibrate
 from .train.loop import Run
 from .train.recipe import Recipe
 from .train.state import STATE
-
-if TYPE_CHECKING:
-    pass
 
 STATIC = "static"
 # Settings that say where and how often, not what: two results may differ in them and still be comparable.

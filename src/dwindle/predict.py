@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .checkpoint import CONFIG, WEIGHTS, find, load_halting
 from .errors import DwindleError
+from .files import draft, write_text
 from .images import preprocess_of
 from .model import AdaptiveViT
 from .train.data import EXTENSIONS, Images, _from_file, open_data
@@ -116,7 +117,7 @@ class Parts:
                     "its own command, or remove the folder."
                 )
         elif rank == 0:
-            _whole(note, lambda draft: draft.write_text(json.dumps(self.task)))
+            write_text(note, json.dumps(self.task))
 
     def write(self, k: int, columns: dict[str, list], errors: list[dict[str, Any]]) -> None:
         """The errors first: a part that is there has its errors beside it."""
@@ -124,9 +125,9 @@ class Parts:
         import pyarrow.parquet as pq
 
         lines = "".join(json.dumps(error) + "\n" for error in errors)
-        _whole(self.file(k).with_suffix(".jsonl"), lambda draft: draft.write_text(lines))
-        table = pa.table(columns, schema=_schema())
-        _whole(self.file(k), lambda draft: pq.write_table(table, draft))
+        write_text(self.file(k).with_suffix(".jsonl"), lines)
+        with draft(self.file(k)) as scratch:
+            pq.write_table(pa.table(columns, schema=_schema()), scratch)
 
     def join(self) -> None:
         """Wait for the other processes' parts, then one file of all, a row group for each."""
@@ -136,18 +137,12 @@ class Parts:
             time.sleep(0.5)
         schema = _schema().with_metadata({"dwindle": json.dumps(self.task)})
 
-        def all_rows(draft: Path) -> None:
-            with pq.ParquetWriter(draft, schema) as writer:
-                for k in range(self.count):
-                    writer.write_table(pq.read_table(self.file(k)).cast(schema))
-
-        def all_errors(draft: Path) -> None:
-            with draft.open("w") as to:
-                for k in range(self.count):
-                    to.write(self.file(k).with_suffix(".jsonl").read_text())
-
-        _whole(self.errors, all_errors)
-        _whole(self.out, all_rows)
+        with draft(self.errors) as scratch, scratch.open("w", encoding="utf-8") as to:
+            for k in range(self.count):
+                to.write(self.file(k).with_suffix(".jsonl").read_text(encoding="utf-8"))
+        with draft(self.out) as scratch, pq.ParquetWriter(scratch, schema) as writer:
+            for k in range(self.count):
+                writer.write_table(pq.read_table(self.file(k)).cast(schema))
         shutil.rmtree(self.folder)
 
     def summary(self) -> dict[str, Any]:
@@ -179,15 +174,6 @@ def _schema() -> Any:
             ("gmacs", pa.float32()),
         ]
     )
-
-
-def _whole(path: Path, write: Callable[[Path], Any]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(draft)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _identity(checkpoint: str, data: str) -> str:

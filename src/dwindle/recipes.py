@@ -159,7 +159,7 @@ def tiny_test() -> Recipe:
 def _aht(cost: float, **options: Any) -> dict[str, Any]:
     """AHT-ViT for a cost: the less of it, the earlier planners must speak (docs/methods/aht.md, Heirs)."""
     stages = (4, 6, 8) if cost > 0.6 else (2, 4, 6, 8, 10)
-    # The teacher's answers say what tokens are worth; a ponder cost beside a budget only costs accuracy.
+    # The budget says what may be spent and the teacher's answers what tokens are worth: no ponder cost beside them.
     return {"budget": cost, "stages": stages, "heirs": "nearest", "lambda_p": 0.0, **options}
 
 
@@ -247,7 +247,7 @@ def imagenet_deit_tiny() -> Comparison:
         base=dataclasses.replace(aht_deit_tiny_imagenet(), method_options={}, resident=True),
         pretrained_static=True,
         entries=(
-            Entry("AHT", "AHT", by_cost={cost: _aht(cost, hidden=192, lambda_p=0.0) for cost in costs}),
+            Entry("AHT", "AHT", by_cost={cost: _aht(cost, hidden=192) for cost in costs}),
             Entry("TopK", "TopK"),
             Entry("DynamicViT", "DynamicViT"),
             Entry("A-ViT", "AViT", by_cost={cost: {"target_depth": 12 * cost} for cost in costs}),

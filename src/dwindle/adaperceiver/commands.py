@@ -10,6 +10,7 @@ import typer
 
 from ..cli import Checkpoint, Data, Device, _device, _finish, _numbers, _progress, _table
 from ..errors import DwindleError, unknown
+from ..files import write_text
 
 
 def register(app: typer.Typer) -> None:
@@ -103,7 +104,7 @@ def grid(
         "device": place,
     }
     out.mkdir(parents=True, exist_ok=True)
-    (out / "grid.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_text(out / "grid.json", json.dumps(result, indent=1) + "\n")
     figures.tradeoffs(rows, out / "tradeoff.png")
     figures.tradeoffs([r for r in latency if r["width"] == model.width], out / "latency.png", by="ms")
     if along:
@@ -159,7 +160,7 @@ def policies(
         from ..files import write_weights
 
         out.mkdir(parents=True, exist_ok=True)
-        (out / "policies.json").write_text(json.dumps(rows, indent=1) + "\n")
+        write_text(out / "policies.json", json.dumps(rows, indent=1) + "\n")
         for price, policy, _ in made:
             weights = {n: v.cpu().contiguous() for n, v in policy.state_dict().items()}
             write_weights(out / f"policy_{price}.safetensors", weights)

@@ -216,9 +216,8 @@ class AHT(Method):
         tokens.tapped, tokens.tap_detached = self.neuron, self.detach
         zero = torch.zeros_like(x := tokens.x[..., 0], dtype=torch.promote_types(x.dtype, torch.float32))
         tokens.notes["cumulative"] = zero
-        tokens.notes["plan"] = torch.full_like(
-            zero, self.shape.blocks
-        )  # until a planner has spoken, everyone goes to the end
+        # Until a planner has spoken, everyone goes to the end.
+        tokens.notes["plan"] = torch.full_like(zero, self.shape.blocks)
         if self.straight_through and self.training:
             tokens.notes["survival"] = zero + 1
         if self.heirs != "none":
