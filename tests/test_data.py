@@ -739,6 +739,22 @@ def test_random_crop_is_where_it_says():
     torch.testing.assert_close(right[1:-1], torch.arange(32)[1:-1] * 4 + 126.0, atol=1e-3, rtol=0)
 
 
+def test_enlarging_by_products_is_cubic_convolution():
+    small = of_arrays([pixels(i, 16, 16) for i in range(3)])
+    resident = Resident(small, 40)
+    x, u = resident.images.float(), torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
+    assert x.shape[-1] < 40
+    line = (torch.arange(40) * 2 + 1) / 40 - 1
+    box = torch.stack([(0.3 + 0.7 * u[:, 0]) ** 0.5] * 2)  # a square: the second draw says so
+    u[:, 1] = 0.5
+    centre = (1 - box) * (2 * u[:, 2:4].T - 1)
+    sign = torch.where(u[:, 4] < 0.5, -1.0, 1.0)
+    gx, gy = centre[0, :, None] + (box[0] * sign)[:, None] * line, centre[1, :, None] + box[1, :, None] * line
+    grid = torch.stack([gx[:, None, :].expand(-1, 40, -1), gy[:, :, None].expand(-1, -1, 40)], -1)
+    wanted = torch.nn.functional.grid_sample(x, grid, mode="bicubic", padding_mode="border", align_corners=False)
+    torch.testing.assert_close(resident.random_crop(x, u, 0.3, True), wanted.clamp(0, 255), atol=2e-3, rtol=0)
+
+
 def test_jitter_of_zero_strength_changes_nothing():
     from dwindle.train.batches import _jitter
 

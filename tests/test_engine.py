@@ -34,13 +34,16 @@ def live(model):
 
 
 @pytest.fixture
-def no_gpu(monkeypatch):
-    """The engine where there is no GPU: a recording does again what it did when it was made."""
+def place(monkeypatch):
+    """Where recordings are tried: a GPU; where there is none, one is played by doing again what was recorded."""
+    # Always the recording, whatever is faster here.
+    monkeypatch.setattr("dwindle.bench.milliseconds", lambda calls, seconds, device: [[i] for i, _ in enumerate(calls)])
+    if torch.cuda.is_available():
+        return "cuda"
     monkeypatch.setattr(recording, "captured", lambda call, pool=None: (call(), SimpleNamespace(replay=call))[1])
     monkeypatch.setattr(graph, "available", lambda images: True)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    # Always the recording, whatever is faster here.
-    monkeypatch.setattr("dwindle.bench.milliseconds", lambda calls, seconds, device: [[i] for i, _ in enumerate(calls)])
+    return "cpu"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -113,9 +116,9 @@ def test_results_outlive_the_next_call():
 
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
-def test_a_recording_takes_fewer_images_than_it_was_made_for(no_gpu, method):
-    model = build("vit", METHODS[method]()).eval()
-    images = images_for(model, 5)
+def test_a_recording_takes_fewer_images_than_it_was_made_for(place, method):
+    model = build("vit", METHODS[method]()).eval().to(place)
+    images = images_for(model, 5).to(place)
     made = Recording(model, prepared(model), images, None, None, None, threading.Lock())
     for count in (5, 2, 4, 5):
         same(made(images[:count]), model(images[:count], layout="packed"), 2e-4)
@@ -123,9 +126,9 @@ def test_a_recording_takes_fewer_images_than_it_was_made_for(no_gpu, method):
 
 
 @torch.no_grad()
-def test_a_recalled_output_is_an_output(no_gpu):
-    model = build("vit", METHODS["AHT"]()).eval()
-    images = images_for(model, 3)
+def test_a_recalled_output_is_an_output(place):
+    model = build("vit", METHODS["AHT"]()).eval().to(place)
+    images = images_for(model, 3).to(place)
     made = Recording(model, prepared(model), images, None, None, None, threading.Lock())
     recalled = copy.deepcopy(made(images))
     assert recalled.trace.exits == [] and torch.equal(recalled.trace.depth, model(images).trace.depth)
@@ -134,11 +137,11 @@ def test_a_recalled_output_is_an_output(no_gpu):
 
 @pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name]().dial_per_image])
 @torch.no_grad()
-def test_a_dial_for_each_image_in_the_engine(no_gpu, method):
-    model = build("vit", METHODS[method]()).eval()
-    images = images_for(model, 4)
+def test_a_dial_for_each_image_in_the_engine(place, method):
+    model = build("vit", METHODS[method]()).eval().to(place)
+    images = images_for(model, 4).to(place)
     _, cheap, dear = model.method.dial
-    dial = torch.tensor([cheap, dear, (cheap + dear) / 2, dear])
+    dial = torch.tensor([cheap, dear, (cheap + dear) / 2, dear], device=place)
     engine = Engine(model)
     same(engine(images, None, dial), model(images, layout="packed", dial=dial), 2e-4)
     same(engine(images, None, dial.flip(0)), model(images, layout="packed", dial=dial.flip(0)), 2e-4)
@@ -148,10 +151,10 @@ def test_a_dial_for_each_image_in_the_engine(no_gpu, method):
 
 
 @torch.no_grad()
-def test_the_engine_keeps_few_recordings_and_follows_the_model(no_gpu, monkeypatch):
+def test_the_engine_keeps_few_recordings_and_follows_the_model(place, monkeypatch):
     monkeypatch.setattr(graph, "GRAPHS", 3)
-    model = build("vit", METHODS["AHT"]()).eval()
-    images, engine = images_for(model, 6), Engine(model)
+    model = build("vit", METHODS["AHT"]()).eval().to(place)
+    images, engine = images_for(model, 6).to(place), Engine(model)
     for count in (6, 1, 3, 2, 5, 4, 6, 1):  # the fourth and later find room in a larger one, or push out the oldest
         same(engine(images[:count]), model(images[:count], layout="packed"), 2e-4)
         assert len(engine._paths) <= 3

@@ -32,7 +32,7 @@ from dwindle import ranks
 from dwindle.backbones.base import _compiled_run
 from dwindle.methods.aht import _moments
 from dwindle.recipes import tiny_test
-from dwindle.train.batches import _compiled_colour
+from dwindle.train.batches import _compiled_augment
 from dwindle.train.evaluate import evaluate
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe
@@ -303,7 +303,7 @@ def _compiling(backend: str) -> Iterator[None]:
     def tiny(recipe: Recipe, classes: int) -> VisionTransformer:
         return VisionTransformer(48, 16, embed_dim=16, depth=5, num_heads=2, num_classes=classes)
 
-    compile, made = torch.compile, (_compiled_run, _compiled_colour)
+    compile, made = torch.compile, (_compiled_run, _compiled_augment)
     for function in made:
         function.cache_clear()
     torch.compiler.reset()

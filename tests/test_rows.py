@@ -199,7 +199,7 @@ def a_random_block(seed: int) -> None:
     size = draw.choice([32, 64, 80, 128] if CUDA else [16, 20])
     heads = draw.randint(1, max(1, (1280 if CUDA else 40) // size))
     width, hidden = heads * size, 8 * draw.randint(2, 640 if CUDA else 12)
-    tokens = draw.choice([draw.randint(1, 600), draw.randint(1, 40), 197]) if CUDA else draw.randint(1, 40)
+    tokens = draw.randint(1, draw.choice([40, 40, 197, 197, 600, 4097]) if CUDA else 40)
     images = draw.randint(1, max(1, min(90, 20_000 // tokens))) if CUDA else draw.randint(1, 4)
     dtype = draw.choice(DTYPES)
     live = random_live(images, tokens, draw.random(), seed).to(DEVICE)

@@ -229,12 +229,25 @@ class Resident:
         if flip:
             width = torch.where(u[:, 4] < 0.5, -width, width)
         line = (torch.arange(self.size, device=x.device) * 2 + 1) / self.size - 1
+        at_x, at_y = cx[:, None] + width[:, None] * line, cy[:, None] + height[:, None] * line  # (B, size)
+        if x.shape[-1] < self.size:  # few pixels become many: two small matrix products, several times as fast
+            x, side = F.pad(x, (2, 2, 2, 2), mode="replicate"), x.shape[-1]
+            return (_cubic(at_y, side) @ x @ _cubic(at_x, side).mT).clamp(0, 255)
         # By hand and not by affine_grid, whose matrix product loses pixels to TF32.
-        gx = (cx[:, None] + width[:, None] * line)[:, None, :].expand(-1, self.size, -1)
-        gy = (cy[:, None] + height[:, None] * line)[:, :, None].expand(-1, -1, self.size)
-        mode = "bicubic" if x.shape[-1] < self.size else "bilinear"
+        gx, gy = at_x[:, None, :].expand(-1, self.size, -1), at_y[:, :, None].expand(-1, -1, self.size)
         grid = torch.stack((gx, gy), dim=-1)  # (B, size, size, 2)
-        return F.grid_sample(x, grid, mode=mode, padding_mode="border", align_corners=False).clamp(0, 255)
+        return F.grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False).clamp(0, 255)
+
+
+def _cubic(at: Tensor, side: int) -> Tensor:
+    """(B, 1, size, side + 4): weights of a line of pixels, two more on either end, for cubic convolution at places
+    (B, size) that run from -1 to 1 over the line."""
+    pixel = ((at + 1) * side - 1) / 2
+    far = (pixel[..., None] - torch.arange(-2, side + 2, device=at.device)).abs()
+    a = -0.75  # Keys's parameter, as grid_sample and resizing in torch have it
+    near = ((a + 2) * far - (a + 3)) * far**2 + 1
+    next_to = a * (((far - 5) * far + 8) * far - 4)
+    return torch.where(far <= 1, near, torch.where(far < 2, next_to, 0.0))[:, None]
 
 
 def _decode(
@@ -310,14 +323,12 @@ class Batches:
         order = (torch.randperm(n, generator=generator) if self.train else torch.arange(n)).to(device)
         draws = torch.rand(n, 8, generator=generator).to(device)
         order, draws = self._own(order), self._own(draws)
-        colour = _compiled_colour() if self.compiled else _colour
+        augment = _compiled_augment() if self.compiled else _augment
         for at in range(0, len(self) * self.batch, self.batch):
             rows, u = order[at : at + self.batch], draws[at : at + self.batch]
             x = data.images[rows].float()
             if self.train:
-                x = data.random_crop(x, u, self.min_scale, self.flip)
-                factors = 1 + self.jitter * (2 * u[:, 5:] - 1) if self.jitter else None
-                x = colour(x, factors, mean, std, self.dtype)
+                x = augment(data, x, u, self.min_scale, self.flip, self.jitter, mean, std, self.dtype)
             else:
                 x = _colour(data.crop(x), None, mean, std, self.dtype)
             yield x, data.labels[rows]
@@ -338,9 +349,25 @@ def _colour(x: Tensor, factors: Tensor | None, mean: Tensor, std: Tensor, dtype:
     return ((x - mean) / std).to(dtype, memory_format=torch.channels_last)
 
 
+def _augment(
+    data: Resident,
+    x: Tensor,
+    u: Tensor,
+    min_scale: float,
+    flip: bool,
+    jitter: float,
+    mean: Tensor,
+    std: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """u: (B, 8) uniform draws decide."""
+    x = data.random_crop(x, u, min_scale, flip)
+    return _colour(x, 1 + jitter * (2 * u[:, 5:] - 1) if jitter else None, mean, std, dtype)
+
+
 @cache
-def _compiled_colour() -> Callable[..., Tensor]:
-    return torch.compile(_colour, dynamic=False)
+def _compiled_augment() -> Callable[..., Tensor]:
+    return torch.compile(_augment, dynamic=False)
 
 
 def _jitter(x: Tensor, factors: Tensor) -> Tensor:

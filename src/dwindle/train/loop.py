@@ -197,6 +197,7 @@ class Run:
                 pre.std,
                 min_scale=recipe.min_scale,
                 jitter=recipe.jitter,
+                dtype=torch.bfloat16 if train and self.device.type == "cuda" and recipe.amp else torch.float32,
                 part=part,
                 compiled=self.learn.bare.compiled,
             )
