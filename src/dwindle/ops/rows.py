@@ -188,7 +188,7 @@ def _tiled(
         TAP=tap_R is not None,
         ACT=act,
         PRECISION=precision(a),
-        EVEN=out % tile.n == 0 and inner % tile.k == 0,
+        EVEN=inner % tile.k == 0,
         BM=tile.m,
         BN=tile.n,
         BK=tile.k,
@@ -367,26 +367,39 @@ class Tile(NamedTuple):
 
 
 def linear_tile(rows: int, out: int, inner: int, dtype: torch.dtype) -> Tile:
-    """How a linear layer is cut, as measured on an H200 (benchmarks/tiles.py): small batches want many programs, large
-    ones large tiles."""
+    """How a linear layer is cut, as measured on an H200 (benchmarks/tiles.py): little work wants many programs, much of
+    it large tiles."""
     if interpreted():
-        return Tile(32, 32, 32, 4, 1, persistent=int(rows > 100 and out % 8 == inner % 8 == 0))
+        return _dividing(Tile(32, 32, 32, 4, 1, persistent=int(rows > 100 and out % 8 == inner % 8 == 0)), inner)
     if dtype == torch.float32:
-        return Tile(64, 64, 32, 4, 2)
-    if rows <= 512:
-        return Tile(64, 64, 64, 4, 4) if out > inner else Tile(32, 32, 128, 4, 4)
+        return _dividing(Tile(64, 64, 32, 4, 2), inner)
+    width = min(out, inner)
+    work = rows * max(width, 384) // 384  # as many rows of a width of 384 are as much
+    if work <= 512:
+        return _dividing(Tile(64, 64, 64, 4, 4) if out > inner else Tile(32, 32, 128, 4, 4), inner)
     if not can_describe(out, inner):
-        return Tile(64, 64, 64, 4, 4) if rows <= 2048 else Tile(128, 128, 64, 8, 3)
+        return _dividing(Tile(64, 64, 64, 4, 4) if work <= 2048 else Tile(128, 128, 64, 8, 3), inner)
     qkv = out == 3 * inner
-    if rows <= 2048:
+    if work <= 2048:
         if out <= inner:
-            return Tile(64, 64, 128, 4, 3)
+            return _dividing(Tile(64, 64, 128, 4, 3), inner)
+        if width < 384:
+            return _dividing(Tile(64, 64, 64, 4, 4), inner)
         return Tile(64, 64, 64, 4, 4, persistent=1000) if qkv else Tile(128, 64, 64, 4, 3, persistent=3)
-    if rows <= 8192:
+    if work <= 8192:
         return Tile(64, 128, 64, 4, 4, persistent=2) if out < inner else Tile(128, 64, 64, 4, 4, persistent=2)
     if qkv:
         return Tile(256, 128, 64, 8, 3, persistent=1)
     return Tile(128, 128, 64, 8, 4, persistent=1) if out < inner else Tile(128, 64, 64, 4, 4, persistent=2)
+
+
+def _dividing(tile: Tile, inner: int) -> Tile:
+    """The tile with a depth that divides the layer's. Where none does, loads are masked, which in tiles of 64 rows with
+    a LayerNorm on the way came out wrong on an H200 (Triton 3.6): there tiles are small."""
+    for k in (128, 64, 32, 16):
+        if k <= tile.k and inner % k == 0:
+            return tile._replace(k=k)
+    return tile if tile.persistent else Tile(32, 32, 32, 4, min(tile.stages, 4))
 
 
 def norm_tile(rows: int) -> Tile:

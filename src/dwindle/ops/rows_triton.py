@@ -106,7 +106,7 @@ def linear_kernel(
     TAP: tl.constexpr,
     ACT: tl.constexpr,
     PRECISION: tl.constexpr,
-    EVEN: tl.constexpr,  # BN divides N and BK divides K
+    EVEN: tl.constexpr,  # BK divides K
     PDL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -122,10 +122,10 @@ def linear_kernel(
     n = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     row = tl.load(rows_ptr + t, mask=t < live, other=0).to(tl.int64)
-    # Beyond the live ones the first is read, which is there, and nothing is written.
+    # Beyond the live rows the first is read, beyond the columns the last; both are there, and nothing is written.
     a_at = (a_ptr + tl.where(t < live, t, 0).to(tl.int64)[:, None] * K) if ADD else (x_ptr + row[:, None] * K)
     a_at += k[None, :]
-    w_at = w_ptr + n[None, :] * K + k[:, None]
+    w_at = w_ptr + tl.minimum(n, N - 1)[None, :] * K + k[:, None]
     acc = tl.zeros((BM, BN), tl.float32)
     first = tl.zeros((BM,), tl.float32)
     second = tl.zeros((BM,), tl.float32)
@@ -136,7 +136,7 @@ def linear_kernel(
         else:
             inside = k < K - begin_k
             a = tl.load(a_at, mask=inside[None, :], other=0.0)
-            w = tl.load(w_at, mask=(n < N)[None, :] & inside[:, None], other=0.0)
+            w = tl.load(w_at, mask=inside[:, None], other=0.0)
         acc = tl.dot(a, w, acc, input_precision=PRECISION)
         if NORM:
             wide = a.to(tl.float32)
