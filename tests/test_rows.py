@@ -200,7 +200,8 @@ def a_random_block(seed: int) -> None:
     heads = draw.randint(1, max(1, (1280 if CUDA else 40) // size))
     width, hidden = heads * size, 8 * draw.randint(2, 640 if CUDA else 12)
     tokens = draw.randint(1, draw.choice([40, 40, 197, 197, 600, 4097]) if CUDA else 40)
-    images = draw.randint(1, max(1, min(90, 20_000 // tokens))) if CUDA else draw.randint(1, 4)
+    most = min(90, 20_000 // tokens, 4 * 10**8 // (heads * tokens**2)) if CUDA else 4
+    images = draw.randint(1, max(1, most))
     dtype = draw.choice(DTYPES)
     live = random_live(images, tokens, draw.random(), seed).to(DEVICE)
     keep = random_live(images, tokens, draw.random(), seed + 1).to(DEVICE)
