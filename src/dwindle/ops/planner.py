@@ -5,12 +5,20 @@ The definitions are the methods' own lines (methods/aht.py); `_ref` repeats them
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .rows import Rows, available, compact_ref, few, interpreted, kernels, listed, overlapping, power_of_two, precision
+from .rows import Rows, available, compact_ref, few, interpreted, listed, overlapping, power_of_two, precision
+
+
+@cache
+def kernels() -> Any:
+    from . import planner_triton  # asked for only where Triton is
+
+    return planner_triton
 
 
 def image_mean_ref(x_BND: Tensor, rows: Rows) -> Tensor:
