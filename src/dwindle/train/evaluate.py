@@ -113,14 +113,19 @@ def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch:
     training = model.training
     model.eval()
 
-    def cost(value: float) -> float:
-        turn(model, value)
-        total = sum(model.macs(model(part).trace).sum().item() for part in images.split(batch))
+    def cost(value: float, tried: bool = True) -> float:
+        dial = None
+        if tried and method.dial_per_image:  # given, not set: a GPU's recording would be made anew for every setting
+            dial = images.new_full((batch,), value)
+        else:
+            turn(model, value)
+        parts = ((part, None if dial is None else dial[: len(part)]) for part in images.split(batch))
+        total = sum(model.macs(model(part, dial=dial).trace).sum().item() for part, dial in parts)
         return total / len(images) / model.static_macs()
 
     # The nearer of the two sides: a threshold at which many tokens stop at once can leave a step between them.
     value = min(bisected(cost, goal, cheap, dear, steps), key=lambda v: abs(cost(v) - goal))
-    reached = cost(value)
+    reached = cost(value, tried=False)
     model.train(training)
     return reached
 
