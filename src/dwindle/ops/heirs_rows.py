@@ -1,0 +1,93 @@
+"""`inherit` of `heirs.py` on live rows listed on the device: two launches, which pass over images nobody leaves."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .heirs import inherit
+from .rows import Rows, available, interpreted, overlapping, power_of_two, precision
+
+
+def bequeath_rows_ref(
+    x_BND: Tensor, qkv: Tensor, heads: int, rows: Rows, new: Rows, size_BN: Tensor, bias_BN: Tensor, prefix: int
+) -> None:
+    """Patches that are live in `rows` and not in `new` join the most alike patch of `new`, in place.
+
+    qkv (R, 3 * H * E): compact, of `rows`; alike are keys, mean over heads. size: how many tokens each is the mean of;
+    bias: its logarithm, by which it is attended to as that many.
+    """
+    images, tokens, width = x_BND.shape
+    before, after = (torch.zeros(images * tokens, dtype=torch.bool, device=x_BND.device) for _ in range(2))
+    before[rows.live()], after[new.live()] = True, True
+    patch = torch.arange(tokens, device=x_BND.device) >= prefix
+    staying, leaving = ((who.view(images, tokens) & patch) for who in (after, before & ~after))
+    keys = x_BND.new_zeros(images * tokens, width // heads)
+    keys[rows.live()] = qkv[: len(rows.live()), width : 2 * width].unflatten(1, (heads, -1)).mean(1)
+    exact = torch.promote_types(x_BND.dtype, torch.float32)
+    mean, total = inherit(x_BND.to(exact), size_BN, keys.view(images, tokens, -1), staying, leaving)
+    heir = staying & (total > size_BN)
+    x_BND.copy_(torch.where(heir[..., None], mean.to(x_BND.dtype), x_BND))
+    size_BN.copy_(torch.where(heir, total, size_BN))
+    bias_BN.copy_(torch.where(heir, total.log(), bias_BN))
+
+
+def bequeath_rows(
+    x_BND: Tensor,
+    qkv: Tensor,
+    heads: int,
+    rows: Rows,
+    new: Rows,
+    live_BN: Tensor,
+    size_BN: Tensor,
+    bias_BN: Tensor,
+    prefix: int,
+) -> None:
+    """live: who goes on, as a sheet."""
+    if not available(x_BND):
+        return bequeath_rows_ref(x_BND, qkv, heads, rows, new, size_BN, bias_BN, prefix)
+    images, tokens, width = x_BND.shape
+    heir = torch.empty(images * tokens, dtype=torch.int32, device=x_BND.device)
+    many, few = (16, 16) if interpreted() else (64, 16)
+    how: dict[str, Any] = {"PRECISION": precision(x_BND), **overlapping(x_BND, len(heir))}
+    kernels().find_heirs_kernel[(-(-tokens // few), images)](
+        qkv,
+        rows.rows_R,
+        rows.starts,
+        new.starts,
+        live_BN.view(torch.uint8),
+        heir,
+        tokens,
+        heads,
+        width // heads,
+        prefix,
+        BM=few,
+        BJ=many,
+        BE=power_of_two(width // heads, 16),
+        **how,
+    )
+    kernels().hand_over_kernel[(-(-tokens // few), images)](
+        x_BND,
+        rows.rows_R,
+        rows.starts,
+        new.rows_R,
+        new.starts,
+        heir,
+        size_BN,
+        bias_BN,
+        width,
+        BM=few,
+        BJ=many,
+        BD=64,
+        **how,
+    )
+
+
+@cache
+def kernels() -> Any:
+    from . import heirs_triton  # asked for only where Triton is
+
+    return heirs_triton

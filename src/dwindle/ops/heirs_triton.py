@@ -1,0 +1,130 @@
+"""Triton kernels of `heirs_rows.py`, where their plain twin and the meaning of every argument are."""
+
+import triton
+import triton.language as tl
+
+from .rows_triton import meet
+
+
+@triton.jit
+def mean_keys(qkv_ptr, entry, inside, H, E, BE: tl.constexpr):
+    """Keys of some entries, mean over heads, rounded as they are stored."""
+    e = tl.arange(0, BE)
+    at = qkv_ptr + entry.to(tl.int64)[:, None] * (3 * H * E) + H * E + e[None, :]
+    seen = inside[:, None] & (e < E)[None, :]
+    total = tl.load(at, mask=seen, other=0.0).to(tl.float32)
+    for head in range(1, H):
+        total += tl.load(at + head * E, mask=seen, other=0.0).to(tl.float32)
+    return (total / H).to(qkv_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def find_heirs_kernel(
+    qkv_ptr,
+    rows_ptr,
+    starts_ptr,
+    new_starts_ptr,
+    live_ptr,
+    heir_ptr,
+    N,
+    H,
+    E,
+    prefix,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+    BM: tl.constexpr,
+    BJ: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """Of some rows of an image: which row inherits from each; -1: it stays, or nobody does."""
+    meet(PDL)
+    image = tl.program_id(1)
+    start = tl.load(starts_ptr + image)
+    length = tl.load(starts_ptr + image + 1) - start
+    staying = tl.load(new_starts_ptr + image + 1) - tl.load(new_starts_ptr + image)
+    i = tl.program_id(0) * BM + tl.arange(0, BM)
+    if (tl.program_id(0) * BM >= length) | (staying == length):
+        return
+    row = tl.load(rows_ptr + start + i, mask=i < length, other=0)
+    leaves = (i < length) & (tl.load(live_ptr + row, mask=i < length, other=1) == 0) & (row % N >= prefix)
+    best = tl.full((BM,), float("-inf"), tl.float32)
+    heir = tl.full((BM,), -1, tl.int32)
+    if tl.max(leaves.to(tl.int32), 0) > 0:
+        mine = mean_keys(qkv_ptr, start + i, leaves, H, E, BE)
+        for begin in range(0, length, BJ):
+            j = begin + tl.arange(0, BJ)
+            other = tl.load(rows_ptr + start + j, mask=j < length, other=0)
+            stays = (j < length) & (tl.load(live_ptr + other, mask=j < length, other=0) != 0) & (other % N >= prefix)
+            keys = mean_keys(qkv_ptr, start + j, stays, H, E, BE)
+            length_of = tl.maximum(tl.sqrt(tl.sum(keys * keys, 1)), 1e-12)
+            # The length of one's own key does not change who is most alike.
+            alike = tl.dot(mine, tl.trans(keys), input_precision=PRECISION) / length_of[None, :]
+            alike = tl.where(stays[None, :], alike, float("-inf"))
+            most, at = tl.max(alike, 1), tl.argmax(alike, 1)
+            better = most > best
+            heir = tl.where(better, tl.load(rows_ptr + start + begin + at, mask=better, other=0), heir)
+            best = tl.where(better, most, best)
+    tl.store(heir_ptr + row, tl.where(leaves, heir, -1), mask=i < length)
+
+
+@triton.jit
+def hand_over_kernel(
+    x_ptr,
+    rows_ptr,
+    starts_ptr,
+    new_rows_ptr,
+    new_starts_ptr,
+    heir_ptr,
+    size_ptr,
+    bias_ptr,
+    D,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+    BM: tl.constexpr,
+    BJ: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Some staying rows of an image become means with those who leave to them. Each program writes to its own rows, and
+    reads of others only those who leave: so in place, in one order."""
+    meet(PDL)
+    image = tl.program_id(1)
+    start = tl.load(starts_ptr + image)
+    length = tl.load(starts_ptr + image + 1) - start
+    new_start = tl.load(new_starts_ptr + image)
+    staying = tl.load(new_starts_ptr + image + 1) - new_start
+    i = tl.program_id(0) * BM + tl.arange(0, BM)
+    if (tl.program_id(0) * BM >= staying) | (staying == length):
+        return
+    row = tl.load(new_rows_ptr + new_start + i, mask=i < staying, other=-2)  # -2: nobody's heir
+    own = tl.load(size_ptr + row, mask=i < staying, other=1.0)
+    total = own
+    for begin in range(0, length, BJ):
+        j = begin + tl.arange(0, BJ)
+        other = tl.load(rows_ptr + start + j, mask=j < length, other=0)
+        heir = tl.load(heir_ptr + other, mask=j < length, other=-1)
+        left = tl.load(size_ptr + other, mask=(j < length) & (heir >= 0), other=0.0)
+        total += tl.sum(tl.where(heir[None, :] == row[:, None], left[None, :], 0.0), 1)
+    inherits = (i < staying) & (total > own)
+    if tl.max(inherits.to(tl.int32), 0) == 0:
+        return
+    for begin_d in range(0, D, BD):
+        d = begin_d + tl.arange(0, BD)
+        x_at = x_ptr + row.to(tl.int64)[:, None] * D + d[None, :]
+        seen = inherits[:, None] & (d < D)[None, :]
+        acc = tl.load(x_at, mask=seen, other=0.0).to(tl.float32) * own[:, None]
+        for begin in range(0, length, BJ):
+            j = begin + tl.arange(0, BJ)
+            other = tl.load(rows_ptr + start + j, mask=j < length, other=0)
+            heir = tl.load(heir_ptr + other, mask=j < length, other=-1)
+            left = tl.load(size_ptr + other, mask=(j < length) & (heir >= 0), other=0.0)
+            weight = tl.where(heir[None, :] == row[:, None], left[None, :], 0.0)
+            theirs = tl.load(
+                x_ptr + other.to(tl.int64)[:, None] * D + d[None, :],
+                mask=(heir >= 0)[:, None] & (d < D)[None, :],
+                other=0.0,
+            )
+            # Sizes are whole numbers, and half precision's values are exact in TF32: nothing is lost.
+            acc = tl.dot(weight, theirs.to(tl.float32), acc, input_precision=PRECISION)
+        tl.store(x_at, (acc / total[:, None]).to(x_ptr.dtype.element_ty), mask=seen)
+    tl.store(size_ptr + row, total, mask=inherits)
+    tl.store(bias_ptr + row, tl.log(total), mask=inherits)
