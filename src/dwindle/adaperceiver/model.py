@@ -18,7 +18,7 @@ from ..errors import DwindleError, unknown
 from ..model import Output
 from ..tokens import Where
 from ..trace import Trace
-from .blocks import Attend, Block, MatFFN, Read, Turn, Write, attention, fastest, steps, turns
+from .blocks import Attend, Block, MatFFN, Read, Turn, Write, attention, fastest, numbers, steps, turns
 from .cost import setting_macs, trace_macs
 
 OUTPUTS, HEADS = ("class", "dense"), ("linear", "mlp")
@@ -277,7 +277,7 @@ class AdaPerceiver(nn.Module):
         at = torch.arange(largest, device=images.device)
         kept = None
         if widths is not None:
-            neurons = torch.tensor([self.hidden(w) for w in range(self.width + 1)], device=images.device)[widths]
+            neurons = numbers(tuple(map(self.hidden, range(self.width + 1))), images.device)[widths]
             kept = (torch.arange(self.hidden(self.width), device=images.device) < neurons[:, None])[:, None]
             kept = kept.to(patches.dtype)
         z, depths = self.read.latents(self.latent, patches, turn), []
@@ -285,7 +285,7 @@ class AdaPerceiver(nn.Module):
             z = block(z, turn, attend, None, kept)
             if sampled is not None:
                 depths.append(self._written(z, patches, turn, table, (at < sampled[i])[None])[:, 0])
-        grains = at < torch.tensor(self.tokens, device=images.device)[:, None]  # (G, N)
+        grains = at < numbers(self.tokens, images.device)[:, None]  # (G, N)
         by_tokens = self._written(z, patches, turn, table, grains).transpose(0, 1)
         return Answers(self._answer(by_tokens), self._answer(torch.stack(depths)) if depths else None)
 
@@ -297,7 +297,7 @@ class AdaPerceiver(nn.Module):
         turn, attend = self._prepare(self.tokens[-1], patches)
         table = self.write.table(self.output, turn) if self.outputs == "class" else None
         at = torch.arange(self.tokens[-1], device=images.device)
-        grains = at < torch.tensor(self.tokens, device=images.device)[:, None]
+        grains = at < numbers(self.tokens, images.device)[:, None]
         z, found = self.read.latents(self.latent, patches, turn), []
         for block in self.blocks:
             z = block(z, turn, attend, self.hidden(w))
