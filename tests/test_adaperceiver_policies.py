@@ -89,9 +89,10 @@ def test_policy_learns_who_needs_more():
     known.load_state_dict(model.state_dict())
     known.requires_grad_(False)
     epochs = ([(x, y)] for _ in range(150))
-    policy = rules.train_policy(known, epochs, 0.2, lr=3e-3)
+    policy, again = rules.train_policies(known, epochs, [0.2, 0.2], lr=3e-3)
     picked = policy(known.embed(x)).argmax(-1)
     assert (picked[hard] == 2).float().mean() > 0.9 and (picked[~hard] == 0).float().mean() > 0.9
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters()))
     assert torch.equal(policy.choose(known.embed(x)), torch.tensor(model.tokens)[picked])
 
 
@@ -124,7 +125,7 @@ def test_policies_command(places):
     done = run(line, **places)
     rows = done.json["rows"]
     assert len(rows) == 3 + 9 + 4 + 1 and done.json["images"] == 15
-    assert all({"policy", "top1", "gmacs", "fixed_top1"} <= set(row) for row in rows)
+    assert all({"policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"} <= set(row) for row in rows)
     assert json.loads((places["root"] / "table" / "policies.json").read_text()) == rows
     assert (places["root"] / "table" / "policy_0.1.safetensors").is_file()
 

@@ -140,21 +140,18 @@ def policies(
         task = bar.add_task("every setting", total=served.count)
         found = look(model, served(batch), device=place, progress=lambda n: bar.advance(task, n))
         made = []
-        training: Any = _served(model, data, "train", place, limit) if epochs > 0 else None
-        for price in lambdas if training else []:
-            steps = epochs * (training.count // batch or 1)
-            task = bar.add_task(f"policy, lambda = {price}", total=steps)
+        if epochs > 0 and lambdas:
+            training = _served(model, data, "train", place, limit)
+            task = bar.add_task("learned policies", total=epochs * (training.count // batch or 1))
             passes = (training(batch, epoch) for epoch in range(epochs))
-            policy = rules.train_policy(
-                model,
-                passes,
-                price,
-                device=place,
-                progress=lambda _, task=task: bar.advance(task),  # type: ignore
-            )
-            made.append((price, policy, rules.choices(model, policy, served(batch), place)))
+
+            def tick() -> None:
+                bar.advance(task)
+
+            learned = rules.train_policies(model, passes, lambdas, device=place, progress=tick)
+            made = [(price, p, rules.choices(model, p, served(batch), place)) for price, p in zip(lambdas, learned)]
     rows = rules.table_6(model, found, made, taus)
-    columns = ["policy", "top1", "gmacs", "fixed_top1"]
+    columns = ["policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"]
     _table(f"{checkpoint} on {data}", columns, [[row[c] for c in columns] for row in rows])
     if out is not None:
         from ..files import write_weights

@@ -5,7 +5,6 @@ B images, G granularities, L blocks, S answers to one image (G or L of them).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -21,8 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ranks
-from ..checkpoint import load
-from ..engine.recording import cut_by_matmul
 from ..errors import DwindleError
 from ..images import Preprocess
 from ..train.batches import Resident, mix, seeded
@@ -35,6 +32,7 @@ from ..train.step import WORTH_COMPILING, _mixup
 from .grid import grid
 from .model import AdaPerceiver, Answers
 from .recipe import AdaRecipe
+from .start import begin_from
 from .teacher import Teacher
 
 COSINE, MAGNITUDE = 0.9, 0.1  # of the two feature losses (D.1)
@@ -75,9 +73,12 @@ class AdaRun(Run):
         self._open(limit, train_images, eval_images)
         _seed(recipe.seed)
         self.teacher = Teacher(recipe.teacher, self.device, amp=recipe.amp) if recipe.teacher is not None else None
-        self.model = self._build().to(self.device)
+        self.model = self._build()
         self.model.attention = recipe.attention
         self.preprocess = whole_if_small(Preprocess(size=self.model.image), self.train_images)
+        if recipe.weights is not None:
+            begin_from(self.model, recipe.weights, self._some_images())
+        self.model.to(self.device)
         if recipe.freeze_backbone:
             _freeze(self.model)
         self.resident = resident or self._resident()
@@ -115,6 +116,12 @@ class AdaRun(Run):
         if limit is not None:
             self.train_images, self.eval_images = first(self.train_images, limit), first(self.eval_images, limit)
 
+    def _some_images(self, count: int = 128) -> Tensor:
+        """Prepared as in evaluation."""
+        rows = np.random.default_rng(self.recipe.seed).permutation(len(self.train_images))[:count]
+        prepare = self.preprocess.eval_transform()
+        return torch.stack([prepare(self.train_images.image(int(i))) for i in rows])
+
     def _build(self) -> AdaPerceiver:
         recipe, teacher = self.recipe, self.teacher
         options = {n: tuple(v) if isinstance(v, list) else v for n, v in recipe.method_options.items()}
@@ -133,8 +140,6 @@ class AdaRun(Run):
             model = AdaPerceiver.preset(recipe.model, **options)
         except TypeError as error:
             raise DwindleError(f"AdaPerceiver has no such setting ({error}); see its constructor.") from error
-        if recipe.weights is not None:
-            _begin_from(model, recipe.weights)
         if recipe.distill == "features":
             teacher.grid = model.grid((model.image, model.image))
             return model
@@ -250,9 +255,8 @@ class AdaRun(Run):
         sampled: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Leaves gradients on the parameters, and returns the terms."""
-        cut = cut_by_matmul(self.model) if self.learn.bare.compiled else contextlib.nullcontext()
         amp = self.recipe.amp and self.device.type == "cuda"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=amp), cut:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=amp):
             terms = self.terms(self.model.answers(x, widths, sampled), y, taught)
         terms["total"].backward()
         return {name: value.detach().float() for name, value in terms.items()}
@@ -353,16 +357,3 @@ def _freeze(model: AdaPerceiver) -> None:
         parts.append(model.output_proj)
     for part in parts:
         part.requires_grad_(True)
-
-
-def _begin_from(model: AdaPerceiver, source: str) -> None:
-    """Another checkpoint's weights; what belongs to its task (outputs, head) starts anew where it does not fit."""
-    other: Any = load(source)
-    if not isinstance(other, AdaPerceiver):
-        raise DwindleError(f"weights = {source} holds no AdaPerceiver; give a checkpoint of one, or none.")
-    own, given = model.state_dict(), other.state_dict()
-    fitting = {n: v for n, v in given.items() if n in own and own[n].shape == v.shape}
-    lost = [n for n in own if n not in fitting and not n.startswith(("head.", "output"))]
-    if lost:
-        raise DwindleError(f"weights = {source} does not fit: '{lost[0]}' differs; train the same configuration.")
-    model.load_state_dict(fitting, strict=False)
