@@ -57,15 +57,14 @@ def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor) -> N
     ):
         if own != theirs:
             raise DwindleError(f"weights = {source} has {name} {theirs}, the network {own}; set method.{name} alike.")
-    for name, most, asked in (
-        ("depth", shape.blocks, model.depth),
-        ("ffn_ratio x width", shape.hidden, model.hidden(model.width)),
-        ("2 x width", model.hidden(model.width), 2 * model.width),  # room for an identity in the embedding FFN
+    hidden, most = model.hidden(model.width), shape.hidden // shape.width
+    for fits, given, allowed in (
+        (model.depth <= shape.blocks, f"depth {model.depth}", f"from 1 to {shape.blocks}"),
+        # At least 2: the embedding FFN begins as an identity, which takes two neurons a channel.
+        (2 * model.width <= hidden <= shape.hidden, f"ffn_ratio {model.ffn_ratio}", f"from 2 to {most}"),
     ):
-        if asked > most:
-            raise DwindleError(
-                f"weights = {source}: {name} is {asked}, where {most} is the most that can begin from it."
-            )
+        if not fits:
+            raise DwindleError(f"weights = {source} cannot begin a network of {given}; it must be {allowed}.")
 
     _copy(model.patch_embed, conv)
     cells, side = shape.grid(), model.image // model.patch
