@@ -139,6 +139,12 @@ def test_grid_command(places):
     assert len(json.loads((places["root"] / "grid" / "grid.json").read_text())["rows"]) == 36
 
 
+def test_grid_of_a_dense_network(places):
+    """Fig. 15-17, an image each."""
+    done = run("grid {dense} --data {data} --out {root}/pca --limit 2 --device cpu", **places)
+    assert done.json["images"] == 2 and len(list((places["root"] / "pca").glob("components_*.png"))) == 2
+
+
 @pytest.mark.parametrize(
     "line, said",
     [

@@ -98,8 +98,8 @@ def _ada() -> AdaRecipe:
         warmup_epochs=1.0,
         clip=3.0,
         ema=0.999,
-        # Depths from the first step and widths from the middle, by one schedule: stages of their own take more epochs.
-        stages=(0.0, 0.5, 0.5),
+        # D.1's stages, by one schedule: one for each of them takes more epochs.
+        stages=(0.25, 0.35, 0.4),
         restart=False,
         depth_weight=2.0,
         label_weight=0.5,
