@@ -29,6 +29,13 @@ def _model(checkpoint: str, dense: bool = False) -> Any:
     return model
 
 
+def _check(**least: tuple[float | None, float]) -> None:
+    """Options by name: what was given, if anything, and the least it may be."""
+    for name, (given, low) in least.items():
+        if given is not None and given < low:
+            raise DwindleError(f"--{name} {given}: it must be at least {low}.")
+
+
 def _preprocess(model: Any) -> Any:
     from ..images import Preprocess
 
@@ -58,8 +65,6 @@ def _served(model: Any, data: str, split: str, device: str, limit: int | None) -
     from ..train.data import check_labels, open_data
     from ..train.data import limit as first
 
-    if limit is not None and limit < 1:
-        raise DwindleError(f"--limit {limit}: it must be at least 1.")
     images = open_data(data, split)
     images = first(images, limit) if limit else images
     check_labels(images.labels, model.classes)
@@ -100,7 +105,10 @@ def grid(
 
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
+    _check(batch=(batch, 1), limit=(limit, 1), seconds=(seconds, 0))
     model, place = _model(checkpoint, dense=True), _device(device)
+    more = _numbers("--between", between, int) if between else []
+    model.check_tokens(more)
     if model.outputs == "dense":
         return _components(model, checkpoint, data, out, limit or 4, place)
     served = _served(model, data, "test", place, limit)
@@ -108,7 +116,6 @@ def grid(
         task = bar.add_task("images", total=served.count)
         found = measure.grid(model, served(batch), device=place, progress=lambda n: bar.advance(task, n))
     rows = measure.rows(model, found)
-    more = _numbers("--between", between, int) if between else []
     counts = sorted({*model.tokens, *more})
     along = measure.between(model, served(batch), counts, place) if more else []
     depths = sorted({max(1, round(model.depth * share / 4)) for share in range(1, 5)}, reverse=True)
@@ -159,8 +166,11 @@ def policies(
     from . import policies as rules
     from .grid import grid as look
 
+    _check(batch=(batch, 1), limit=(limit, 1), epochs=(epochs, 0))
     model, place = _model(checkpoint), _device(device)
     taus, lambdas = _numbers("--thresholds", thresholds, float), _numbers("--prices", prices, float)
+    if max(taus) > 1:
+        raise DwindleError(f"--thresholds {thresholds}: they are confidences, in (0, 1].")
     served = _served(model, data, "test", place, limit)
     with _progress() as bar:
         task = bar.add_task("every setting", total=served.count)

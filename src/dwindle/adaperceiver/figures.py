@@ -100,12 +100,15 @@ def components(model: AdaPerceiver, image: Tensor, path: Path) -> Path:
     ]
     _, basis = principal(model(image).features[0], cells)
     most = max(len(settings) for _, settings in lines)
-    figure = _figure(1.7 * most, 6.0, "First three principal components of the patch features")
-    axes = figure.subplots(3, most, squeeze=False)
+    figure = _figure(1.7 * (most + 1), 6.0, "First three principal components of the patch features")
+    axes = figure.subplots(3, most + 1, squeeze=False)
     for axis in axes.ravel():
         axis.set_axis_off()
+    low, high = image.amin(), image.amax()
+    axes[0, 0].imshow(((image[0] - low) / (high - low).clamp(min=1e-9)).permute(1, 2, 0).float().cpu().numpy())
+    axes[0, 0].set_title("image", fontsize=10)
     for line, (name, settings) in zip(axes, lines):
-        for axis, setting in zip(line, settings):
+        for axis, setting in zip(line[1:], settings):
             picture, _ = principal(model(image, **setting).features[0], cells, basis)
             axis.imshow(picture)
             axis.set_title(f"{name} {setting[name]}", fontsize=10)

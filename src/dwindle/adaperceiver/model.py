@@ -340,6 +340,10 @@ class AdaPerceiver(nn.Module):
         patches = None if trace is None else int(trace.values[0]["patches"][0, 0])
         return float(setting_macs(self, self.tokens[-1], self.depth, self.width, patches=patches))
 
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Refuse numbers of tokens that this network does not take."""
+        self._chosen("tokens", tokens, len(tokens), 0)
+
     def _chosen(self, name: str, given: Choice, count: int, default: int) -> list[int]:
         """One number per image."""
         if given is None:
