@@ -121,9 +121,10 @@ def _block(block: Any, part: Any) -> None:
 def _look_at_places(model: AdaPerceiver, images: Tensor) -> None:
     """Latent n begins by reading around (n s_x, n s_y), angles that go once around over the image's width and height.
 
-    s_x = 1 and s_y, about 1/3, are speeds of RoPE: turned by n, a query of two such pairs of channels has the score
-    focus * (cos(n s_x - x) + cos(n s_y - y)) with a key (cos x, sin x, cos y, sin y), which is a linear function of a
-    patch, fitted here. So the latents scan the image line by line, every 20 of them once, each time shifted.
+    s_x = 1 and s_y, about 2 pi / the fewest tokens, are speeds of RoPE: turned by n, a query of two such pairs of
+    channels has the score focus * (cos(n s_x - x) + cos(n s_y - y)) with a key (cos x, sin x, cos y, sin y), which is
+    a linear function of a patch, fitted here. So the latents scan the image line by line, as many as the fewest once,
+    each time shifted.
     """
     read, width, size = model.read, model.width, model.width // model.heads
     side = model.image // model.patch
@@ -136,7 +137,8 @@ def _look_at_places(model: AdaPerceiver, images: Tensor) -> None:
     damped = seen.T @ seen + 1e-4 * len(seen) * torch.eye(width + 1, dtype=torch.float64)
     keys = torch.linalg.solve(damped, seen.T @ goal).T.float()  # (4, D + 1)
     pairs = size // 2
-    across, down = 0, round(pairs * math.log(10) / 2 / math.log(model.rope_theta))  # whose speeds are 1 and 0.316
+    # Pair j turns by theta^(-j / pairs) a latent.
+    across, down = 0, max(1, round(pairs * math.log(model.tokens[0] / (2 * math.pi)) / math.log(model.rope_theta)))
     read.q.weight.zero_()
     read.q.bias.zero_()
     read.kv.weight[:width] = 0
