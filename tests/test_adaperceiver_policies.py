@@ -89,9 +89,10 @@ def test_policy_learns_who_needs_more():
     known.load_state_dict(model.state_dict())
     known.requires_grad_(False)
     epochs = ([(x, y)] for _ in range(150))
-    policy = rules.train_policy(known, epochs, 0.2, lr=3e-3)
+    policy, again = rules.train_policies(known, epochs, [0.2, 0.2], lr=3e-3)
     picked = policy(known.embed(x)).argmax(-1)
     assert (picked[hard] == 2).float().mean() > 0.9 and (picked[~hard] == 0).float().mean() > 0.9
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters()))
     assert torch.equal(policy.choose(known.embed(x)), torch.tensor(model.tokens)[picked])
 
 
@@ -124,7 +125,7 @@ def test_policies_command(places):
     done = run(line, **places)
     rows = done.json["rows"]
     assert len(rows) == 3 + 9 + 4 + 1 and done.json["images"] == 15
-    assert all({"policy", "top1", "gmacs", "fixed_top1"} <= set(row) for row in rows)
+    assert all({"policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"} <= set(row) for row in rows)
     assert json.loads((places["root"] / "table" / "policies.json").read_text()) == rows
     assert (places["root"] / "table" / "policy_0.1.safetensors").is_file()
 
@@ -138,12 +139,23 @@ def test_grid_command(places):
     assert len(json.loads((places["root"] / "grid" / "grid.json").read_text())["rows"]) == 36
 
 
+def test_grid_of_a_dense_network(places):
+    """Fig. 15-17, an image each."""
+    done = run("grid {dense} --data {data} --out {root}/pca --limit 2 --device cpu", **places)
+    assert done.json["images"] == 2 and len(list((places["root"] / "pca").glob("components_*.png"))) == 2
+
+
 @pytest.mark.parametrize(
     "line, said",
     [
         ("policies {dense} --data {data}", "no AdaPerceiver that classifies"),
         ("policies aht_deit_tiny_imagenet --data {data}", "no AdaPerceiver"),
         ("policies {ada} --data {data} --thresholds none", "--thresholds none"),
+        ("policies {ada} --data {data} --thresholds 0.5,1.5", "confidences"),
+        ("policies {ada} --data {data} --epochs -1", "--epochs -1"),
+        ("policies {ada} --data {data} --batch 0", "--batch 0"),
+        ("grid {ada} --data {data} --batch 0 --out {root}/x", "--batch 0"),
+        ("grid {ada} --data {data} --between 8,65 --out {root}/x", "from 1 to 64"),
         ("grid {ada} --data {data} --limit 0 --out {root}/x", "--limit 0"),
         ("grid {ada} --data {root}/nowhere --out {root}/x", "nowhere"),
         ("eval {ada} --data {data}", "is an AdaPerceiver"),

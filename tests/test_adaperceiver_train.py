@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 import dwindle
+from dwindle.adaperceiver.blocks import turned, turns
 from dwindle.adaperceiver.train import AdaRun, feature_loss
 from dwindle.recipes import ada_tiny_test
 from dwindle.train.recipe import changed
@@ -66,11 +67,12 @@ def test_resume_is_the_same_run(data, tmp_path):
 
 def test_samples_by_stage(data, tmp_path):
     work = run(data, tmp_path / "run")
-    for epoch, (widths, sampled) in enumerate([(False, False), (False, True), (True, True)]):
+    for epoch, sampled in enumerate([False, True, True]):
         work.epoch = epoch
-        w, s = work._sample(6)
-        assert (w is not None, s is not None) == (widths, sampled)
-    assert set(w.tolist()) <= {16, 24, 32} and set(s.tolist()) <= {4, 8, 16} and len(s) == 4
+        found = work._sample(60)
+        assert ("sampled" in found) == sampled
+        assert set(found["widths"].tolist()) == ({16, 24, 32} if epoch == 2 else {32})
+    assert set(found["sampled"].tolist()) <= {4, 8, 16} and len(found["sampled"]) == 4
 
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
@@ -80,7 +82,7 @@ def test_distils(data, teacher, tmp_path, kind):
     assert np.isfinite(numbers[-1]["total"])
     if kind == "soft":  # nothing to learn from itself
         x = torch.randn(4, 3, 32, 32)
-        answers = work.teacher(x, layout="masked").logits[None].expand(3, -1, -1)
+        answers = work.teacher(x)[None].expand(3, -1, -1)
         assert float(work.loss(answers, torch.zeros(4, dtype=torch.long), answers[0]).abs().max()) < 1e-5
 
 
@@ -148,3 +150,83 @@ def test_given_settings_are_json(data, tmp_path):
     work = run(data, tmp_path / "run")
     json.dumps(work.given)
     assert dataclasses.asdict(work.recipe)["method"] == "AdaPerceiver"
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    """One whose blocks fit a tiny AdaPerceiver with four neurons a channel."""
+    torch.manual_seed(0)
+    options = {"patch_size": 8, "embed_dim": 32, "depth": 5, "num_heads": 2, "num_classes": 3}
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=48, **options)
+    torch.nn.init.normal_(vit.pos_embed)
+    return dwindle.save(dwindle.adapt(vit, dwindle.Static()), tmp_path_factory.mktemp("begin") / "vit")
+
+
+def test_begins_from_a_vit(data, vit, tmp_path):
+    """Its blocks as they are, the heaviest neurons first; input tokens normalised but else as they were; each latent
+    at a place, the first twenty down the image line by line."""
+    work = run(data, tmp_path / "run", f"weights={vit}", f"teacher={vit}", "method.ffn_ratio=4.0", "epochs=1")
+    model, theirs = work.model, dwindle.load(vit).vit
+    for block, other in zip(model.blocks, theirs.blocks):
+        assert torch.equal(block.attn.qkv.weight, other.attn.qkv.weight)
+        x = torch.randn(2, 3, 32)
+        torch.testing.assert_close(block.ffn(x), other.mlp(x), atol=1e-5, rtol=1e-4)
+        sizes = block.ffn.fc1.weight.norm(dim=1) * block.ffn.fc2.weight.norm(dim=0)
+        assert torch.equal(sizes, sizes.sort(descending=True).values) and block.scale1.eq(1).all()
+    x = work._some_images(8)
+    patches = model.patch_embed(x).flatten(2).mT + model.position
+    torch.testing.assert_close(model.embed(x), model.embed_norm(patches), atol=1e-5, rtol=1e-4)
+    angle, sizes = torch.arange(20), (model.read.heads, model.width // model.read.heads)
+    turn = turns(20, sizes[1], model.rope_theta, x)
+    q = turned(model.read.queries(model.latent).expand(-1, 20, -1), turn)
+    k = model.read.kv(model.read.norm_source(model.embed(x)))[..., : model.width].unflatten(-1, sizes).transpose(1, 2)
+    sees = (q @ k.mT * sizes[1] ** -0.5).softmax(-1).mean(0)[-1]  # (20, P), by the head that looks most narrowly
+    rows = sees.argmax(-1) // 4
+    wanted = (angle * 10**-0.5 / (2 * torch.pi) * 4).floor().long() % 4
+    assert (rows == wanted).float().mean() > 0.7
+    list(work.epochs())
+
+
+@pytest.mark.parametrize(
+    "setting, said",
+    [
+        ("method.width=64", "has width 32, the network 64"),
+        ("method.depth=6", "depth 6; it must be from 1 to 5"),
+        ("method.ffn_ratio=5.0", "ffn_ratio 5.0; it must be from 2 to 4"),
+        ("method.ffn_ratio=1.5", "ffn_ratio 1.5; it must be from 2 to 4"),
+        ("method.patch=4", "has patch"),
+    ],
+)
+def test_a_vit_that_does_not_fit(data, vit, tmp_path, setting, said):
+    widths = () if "width=64" not in setting else ("method.widths=(64,)",)
+    given = ("method.ffn_ratio=4.0", f"weights={vit}", setting, *widths)
+    with pytest.raises(dwindle.DwindleError, match=said):
+        run(data, tmp_path / "run", *given)
+
+
+def test_teacher_sees_its_own_size(data, vit, tmp_path):
+    """48 pixels, where the student has 32: answers, and features on the student's grid."""
+    work = run(data, tmp_path / "run", f"teacher={vit}", "epochs=1")
+    x = torch.randn(2, 3, 32, 32)
+    large = torch.nn.functional.interpolate(x, size=(48, 48), mode="bicubic", antialias=True)
+    torch.testing.assert_close(work.teacher(x), dwindle.load(vit)(large).logits, atol=1e-5, rtol=1e-4)
+    work = run(data, tmp_path / "next", f"teacher={vit}", "epochs=1", "distill=features")
+    assert work.teacher(x).shape == (2, 16, 32)
+    list(work.epochs())
+
+
+def test_one_schedule_over_all_stages(data, tmp_path):
+    numbers = list(run(data, tmp_path / "run", "restart=false", "epochs=6", "ema=0.9").epochs())
+    rates = [row["lr"] for row in numbers]
+    assert rates == sorted(rates, reverse=True) and [row["stage"] for row in numbers] == [1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_a_recorded_step_is_the_eager_one(data, vit, tmp_path):
+    losses = []
+    for compiled in ("false", "true"):
+        given = ("resident=true", "amp=false", f"teacher={vit}", f"compile={compiled}", "epochs=6")
+        work = AdaRun(changed(ada_tiny_test(), given), str(data), tmp_path / compiled, device="cuda")
+        losses.append([numbers["total"] for numbers in work.epochs()])
+        assert (work.recorded is not None) == (compiled == "true")
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)

@@ -31,6 +31,13 @@ def turned(x: Tensor, turn: Turn, back: bool = False) -> Tensor:
     return torch.cat([one * cos - two * sin, one * sin + two * cos], -1).to(x.dtype)
 
 
+@cache
+def numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Whole numbers on the device, made once: each making copies them there, and waits."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, device=device)
+
+
 def steps(tokens: int, granularities: Sequence[int]) -> tuple[int, ...]:
     """Where the blocks of the mask end (C.4): a token sees all tokens up to the end of its own block.
 
@@ -39,9 +46,9 @@ def steps(tokens: int, granularities: Sequence[int]) -> tuple[int, ...]:
     return (*[end for end in granularities if end < tokens], tokens)
 
 
-def block_mask(ends: Sequence[int], device: torch.device) -> Tensor:
+def block_mask(ends: tuple[int, ...], device: torch.device) -> Tensor:
     """(N, N) bool, True where the row may look."""
-    at, edges = torch.arange(ends[-1], device=device), torch.tensor(ends, device=device)
+    at, edges = torch.arange(ends[-1], device=device), numbers(ends, device)
     return at < edges[torch.searchsorted(edges, at, right=True)][:, None]
 
 
@@ -65,7 +72,8 @@ def attention(kind: str, ends: tuple[int, ...], device: torch.device) -> Attend:
         return F.scaled_dot_product_attention
     if kind == "steps":
         return partial(attend_steps, ends=ends)
-    mask = block_mask(ends, device)
+    with torch.inference_mode(False):  # kept, and a backward pass may come later
+        mask = block_mask(ends, device)
     if kind == "mask":
         return partial(attend_mask, mask=mask)
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -95,8 +103,9 @@ def fastest(
                 out.sum().backward()
 
     calls: dict[str, Callable[[], None]] = {}
-    # FlexAttention is compiled for its shape: worth it in training, where the batch stays the same.
-    for kind in ("steps", "mask", *(["flex"] if backward else [])):
+    # FlexAttention is compiled for its shape: worth it in training, where the batch stays the same; and it skips blocks
+    # of 128 x 128, of which fewer latents have none to skip.
+    for kind in ("steps", "mask", *(["flex"] if backward and ends[-1] > 128 else [])):
         try:
             call = partial(once, attention(kind, ends, device))
             call()

@@ -18,30 +18,57 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
 
 
-def _model(checkpoint: str) -> Any:
+def _model(checkpoint: str, dense: bool = False) -> Any:
+    """dense: one that answers for each patch will do as well."""
     from ..checkpoint import load
     from .model import AdaPerceiver
 
     model: Any = load(checkpoint)
-    if not isinstance(model, AdaPerceiver) or model.outputs != "class":
+    if not isinstance(model, AdaPerceiver) or not (dense or model.outputs == "class"):
         raise DwindleError(f"{checkpoint} is no AdaPerceiver that classifies; train one (dwindle train ada_cifar100).")
     return model
 
 
+def _check(**least: tuple[float | None, float]) -> None:
+    """Options by name: what was given, if anything, and the least it may be."""
+    for name, (given, low) in least.items():
+        if given is not None and given < low:
+            raise DwindleError(f"--{name} {given}: it must be at least {low}.")
+
+
+def _preprocess(model: Any) -> Any:
+    from ..images import Preprocess
+
+    saved = model.extra.get("preprocess")
+    return Preprocess.from_dict(saved) if saved else Preprocess(size=model.image)
+
+
+def _components(model: Any, checkpoint: str, data: str, out: Path, count: int, place: str) -> None:
+    """Fig. 15-17 of the first images of a data set."""
+    from ..train.data import limit, open_data
+    from .figures import components
+
+    images = limit(open_data(data, "test"), count)
+    prepare = _preprocess(model).eval_transform()
+    model.eval().to(place)
+    out.mkdir(parents=True, exist_ok=True)
+    made = []
+    for i in range(len(images)):
+        made.append(out / f"components_{i}.png")
+        components(model, prepare(images.image(i))[None].to(place), made[-1])
+    _finish({"checkpoint": checkpoint, "images": len(images), "figures": [str(path) for path in made]})
+
+
 def _served(model: Any, data: str, split: str, device: str, limit: int | None) -> Any:
     """Images ready on the device: a function (batch, epoch or None) -> batches, in order where there is no epoch."""
-    from ..images import Preprocess
     from ..train.batches import Resident, loader
     from ..train.data import check_labels, open_data
     from ..train.data import limit as first
 
-    if limit is not None and limit < 1:
-        raise DwindleError(f"--limit {limit}: it must be at least 1.")
     images = open_data(data, split)
     images = first(images, limit) if limit else images
     check_labels(images.labels, model.classes)
-    saved = model.extra.get("preprocess")
-    wanted = Preprocess.from_dict(saved) if saved else Preprocess(size=model.image)
+    wanted = _preprocess(model)
     resident = Resident(images, wanted.size, device) if len(images) <= 100_000 else None
 
     def serve(batch: int, epoch: int | None = None) -> Any:
@@ -70,20 +97,25 @@ def grid(
     limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
     device: Device = None,
 ) -> None:
-    """Accuracy of an AdaPerceiver at every number of tokens, depth and width; and how its latency falls."""
+    """Accuracy of an AdaPerceiver at every number of tokens, depth and width; and how its latency falls. Of a dense one
+    the principal components of its patch features (--limit images, 4 if not given)."""
     from ..bench import DTYPES
     from . import figures
     from . import grid as measure
 
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
-    model, place = _model(checkpoint), _device(device)
+    _check(batch=(batch, 1), limit=(limit, 1), seconds=(seconds, 0))
+    model, place = _model(checkpoint, dense=True), _device(device)
+    more = _numbers("--between", between, int) if between else []
+    model.check_tokens(more)
+    if model.outputs == "dense":
+        return _components(model, checkpoint, data, out, limit or 4, place)
     served = _served(model, data, "test", place, limit)
     with _progress() as bar:
         task = bar.add_task("images", total=served.count)
         found = measure.grid(model, served(batch), device=place, progress=lambda n: bar.advance(task, n))
     rows = measure.rows(model, found)
-    more = _numbers("--between", between, int) if between else []
     counts = sorted({*model.tokens, *more})
     along = measure.between(model, served(batch), counts, place) if more else []
     depths = sorted({max(1, round(model.depth * share / 4)) for share in range(1, 5)}, reverse=True)
@@ -106,7 +138,8 @@ def grid(
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "grid.json", json.dumps(result, indent=1) + "\n")
     figures.tradeoffs(rows, out / "tradeoff.png")
-    figures.tradeoffs([r for r in latency if r["width"] == model.width], out / "latency.png", by="ms")
+    full_width, where = [r for r in latency if r["width"] == model.width], f"batch {batch}, {dtype}, {place}"
+    figures.tradeoffs(full_width, out / "latency.png", "ms", where)
     if along:
         figures.interpolation(along, out / "interpolation.png")
     full = [r for r in rows if r["width"] == model.width]
@@ -133,28 +166,28 @@ def policies(
     from . import policies as rules
     from .grid import grid as look
 
+    _check(batch=(batch, 1), limit=(limit, 1), epochs=(epochs, 0))
     model, place = _model(checkpoint), _device(device)
     taus, lambdas = _numbers("--thresholds", thresholds, float), _numbers("--prices", prices, float)
+    if max(taus) > 1:
+        raise DwindleError(f"--thresholds {thresholds}: they are confidences, in (0, 1].")
     served = _served(model, data, "test", place, limit)
     with _progress() as bar:
         task = bar.add_task("every setting", total=served.count)
         found = look(model, served(batch), device=place, progress=lambda n: bar.advance(task, n))
         made = []
-        training: Any = _served(model, data, "train", place, limit) if epochs > 0 else None
-        for price in lambdas if training else []:
-            steps = epochs * (training.count // batch or 1)
-            task = bar.add_task(f"policy, lambda = {price}", total=steps)
+        if epochs > 0 and lambdas:
+            training = _served(model, data, "train", place, limit)
+            task = bar.add_task("learned policies", total=epochs * (training.count // batch or 1))
             passes = (training(batch, epoch) for epoch in range(epochs))
-            policy = rules.train_policy(
-                model,
-                passes,
-                price,
-                device=place,
-                progress=lambda _, task=task: bar.advance(task),  # type: ignore
-            )
-            made.append((price, policy, rules.choices(model, policy, served(batch), place)))
+
+            def tick() -> None:
+                bar.advance(task)
+
+            learned = rules.train_policies(model, passes, lambdas, device=place, progress=tick)
+            made = [(price, p, rules.choices(model, p, served(batch), place)) for price, p in zip(lambdas, learned)]
     rows = rules.table_6(model, found, made, taus)
-    columns = ["policy", "top1", "gmacs", "fixed_top1"]
+    columns = ["policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"]
     _table(f"{checkpoint} on {data}", columns, [[row[c] for c in columns] for row in rows])
     if out is not None:
         from ..files import write_weights

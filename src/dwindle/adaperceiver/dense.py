@@ -150,7 +150,7 @@ class DenseRun(AdaRun):
 
     recipe: DenseRecipe
 
-    def _open(self, limit: int | None) -> None:
+    def _open(self, limit: int | None, train_images: Any = None, eval_images: Any = None) -> None:
         task = self.recipe.task
         train, held = Scenes(self.data["train"], "train", task), Scenes(self.data["eval"], "val", task)
         if limit is not None:

@@ -15,8 +15,11 @@ from ..view import _figure, _tidy, save_figure
 from .model import AdaPerceiver
 
 
-def tradeoffs(rows: Sequence[dict[str, Any]], path: Path, by: str = "gmacs") -> Path:
-    """Fig. 9: top-1 against GMACs, or against latency (by='ms'); a line per number of tokens, a point per depth."""
+def tradeoffs(rows: Sequence[dict[str, Any]], path: Path, by: str = "gmacs", where: str = "") -> Path:
+    """Fig. 9: top-1 against GMACs, or against latency (by='ms'); a line per number of tokens, a point per depth.
+
+    where: on what machine, in what dtype and batch the latency was measured.
+    """
     figure = _figure(8.5, 5.5, "Tokens, depths and widths of one network")
     axis = figure.add_subplot()
     widths, counts = sorted({r["width"] for r in rows}), sorted({r["tokens"] for r in rows})
@@ -34,9 +37,12 @@ def tradeoffs(rows: Sequence[dict[str, Any]], path: Path, by: str = "gmacs") -> 
                 alpha=1.0 if full else 0.5,
                 label=f"{tokens} tokens" if full else None,
             )
-    axis.set(xlabel={"gmacs": "GMACs per image", "ms": "milliseconds per batch"}[by], ylabel="top-1 (%)")
+    label = {"gmacs": "GMACs per image", "ms": "milliseconds per batch"}[by] + (f" ({where})" if where else "")
+    axis.set(xlabel=label, ylabel="top-1 (%)")
     thin = "" if len(widths) == 1 else f"; thin lines: widths {', '.join(map(str, widths[:-1]))}"
-    _tidy(axis, f"a point for each depth{thin}")
+    depths = sorted({r["depth"] for r in rows})
+    listed = depths if len(depths) <= 5 else [depths[0], "...", depths[-1]]
+    _tidy(axis, f"points: depths {', '.join(map(str, listed))}{thin}")
     axis.legend(fontsize=9, loc="lower right", frameon=False)
     return save_figure(figure, path)
 
@@ -56,7 +62,8 @@ def interpolation(rows: Sequence[dict[str, Any]], path: Path) -> Path:
         some = [r for r in rows if kind(r) == name]
         axis.scatter([r["gmacs"] for r in some], [r["top1"] for r in some], marker=marker, color=colour, label=name)
     for row in rows:
-        axis.annotate(str(row["tokens"]), (row["gmacs"], row["top1"]), (0, 6), textcoords="offset points", fontsize=8)
+        at = row["gmacs"], row["top1"]
+        axis.annotate(str(row["tokens"]), at, (0, 7), textcoords="offset points", ha="center", fontsize=8)
     axis.set(xlabel="GMACs per image", ylabel="top-1 (%)")
     _tidy(axis, "labels: tokens; full depth and width")
     axis.legend(fontsize=9, loc="lower right", frameon=False)
@@ -93,12 +100,15 @@ def components(model: AdaPerceiver, image: Tensor, path: Path) -> Path:
     ]
     _, basis = principal(model(image).features[0], cells)
     most = max(len(settings) for _, settings in lines)
-    figure = _figure(1.7 * most, 6.0, "First three principal components of the patch features")
-    axes = figure.subplots(3, most, squeeze=False)
+    figure = _figure(1.7 * (most + 1), 6.0, "First three principal components of the patch features")
+    axes = figure.subplots(3, most + 1, squeeze=False)
     for axis in axes.ravel():
         axis.set_axis_off()
+    low, high = image.amin(), image.amax()
+    axes[0, 0].imshow(((image[0] - low) / (high - low).clamp(min=1e-9)).permute(1, 2, 0).float().cpu().numpy())
+    axes[0, 0].set_title("image", fontsize=10)
     for line, (name, settings) in zip(axes, lines):
-        for axis, setting in zip(line, settings):
+        for axis, setting in zip(line[1:], settings):
             picture, _ = principal(model(image, **setting).features[0], cells, basis)
             axis.imshow(picture)
             axis.set_title(f"{name} {setting[name]}", fontsize=10)

@@ -16,22 +16,25 @@ from torch import Tensor, nn
 
 from ..errors import DwindleError, unknown
 from ..model import Output
+from ..ops.patches import embed_patches
 from ..tokens import Where
 from ..trace import Trace
-from .blocks import Attend, Block, MatFFN, Read, Turn, Write, attention, fastest, steps, turns
+from .blocks import Attend, Block, MatFFN, Read, Turn, Write, attention, fastest, numbers, steps, turns
 from .cost import setting_macs, trace_macs
 
 OUTPUTS, HEADS = ("class", "dense"), ("linear", "mlp")
 PRESETS: dict[str, dict[str, Any]] = {
     # C.7, but patches of 16: with the 14 printed there it has 143.7M parameters, with 16 the 143.8M of Table 5.
     "paper": {},
-    # About DeiT-T's cost, for CIFAR-100 at 224. LayerScale starts higher: 1e-5 suits a hundred epochs and more.
+    # DeiT-T's blocks, so that they can begin it; less than half its cost, of which the latents have nine tenths.
     "small": {
-        "width": 256,
-        "depth": 14,
-        "heads": 4,
-        "tokens": (16, 32, 64, 96, 128),
-        "widths": (128, 192, 256),
+        "width": 192,
+        "depth": 12,
+        "heads": 3,
+        "ffn_ratio": 4.0,
+        "image": 160,
+        "tokens": (16, 32, 48, 64, 96),
+        "widths": (96, 144, 192),
         "layer_scale": 0.1,
     },
     "tiny": {
@@ -159,7 +162,7 @@ class AdaPerceiver(nn.Module):
 
     def embed(self, images: Tensor) -> Tensor:
         """(B, P, D) input tokens (C.5). Another image size resamples the positions."""
-        x = self.patch_embed(images)
+        x = embed_patches(images, self.patch_embed.weight, self.patch_embed.bias)
         side = self.image // self.patch
         position: Tensor = self.position
         if tuple(x.shape[-2:]) != (side, side):
@@ -186,17 +189,24 @@ class AdaPerceiver(nn.Module):
         d_B = self._chosen("depth", depth, count, self.depth)
         w_B = self._chosen("width", width, count, self.width)
         patches = self.embed(images)
-        logits: list[Tensor | None] = [None] * count
-        features: list[Tensor | None] = [None] * count
-        stopped, reads = d_B.copy(), [set[int]() for _ in range(count)]
+        left: list[int] = []  # images in the order in which they leave
+        logits: list[Tensor] = []
+        features: list[Tensor] = []
+        stopped, reads = d_B.copy(), torch.zeros(self.depth, count, dtype=torch.bool)
         for t, w in sorted(set(zip(t_B, w_B))):
             rows = [i for i in range(count) if (t_B[i], w_B[i]) == (t, w)]
             mine = patches if len(rows) == count else patches[rows]
-            for depth_done, left, answer, feature in self._group(mine, rows, d_B, t, w, exit, reads):
-                for i, a, f in zip(left, answer, feature):
-                    logits[i], features[i], stopped[i] = a, f, depth_done
+            for depth_done, some, answer, feature in self._group(mine, rows, d_B, t, w, exit, reads):
+                left += some
+                logits.append(answer)
+                features.append(feature)
+                for i in some:
+                    stopped[i] = depth_done
         trace = self._trace(images, t_B, stopped, w_B, reads)
-        return Output(torch.stack(logits), trace, torch.stack(features))  # type: ignore[arg-type]
+        if len(logits) == 1:
+            return Output(logits[0], trace, features[0])
+        back = torch.tensor(left, device=images.device).argsort()
+        return Output(torch.cat(logits)[back], trace, torch.cat(features)[back])
 
     def _group(
         self,
@@ -206,37 +216,37 @@ class AdaPerceiver(nn.Module):
         t: int,
         w: int,
         exit: float | None,
-        reads: list[set[int]],
+        reads: Tensor,
     ) -> Any:
-        """Run images of one token count and width; yields (depth, images, answers, output tokens) as they leave."""
+        """Run images of one token count and width; yields (depth, images, answers, output tokens) as they leave.
+
+        reads: (L, B) takes note of who was read out at which depth.
+        """
         turn, attend = self._prepare(t, patches)
         table = self.write.table(self.output, turn) if self.outputs == "class" else None
         z = self.read.latents(self.latent, patches, turn)  # (B, N, D)
         for at, block in enumerate(self.blocks, 1):
             z = block(z, turn, attend, self.hidden(w))
-            due = torch.tensor([d_B[i] <= at for i in rows])
-            if exit is None and not due.any():
+            due = [d_B[i] <= at for i in rows]
+            if exit is None and not any(due):
                 continue
-            if exit is None and not due.all():  # only those that leave are read out
-                left, seen, where = z[due], patches[due], due
-            else:
-                left, seen, where = z, patches, torch.ones_like(due)
-            feature = self._written(left, seen, turn, table)
+            whole = exit is not None or all(due)  # else only those that leave are read out
+            feature = self._written(z if whole else z[due], patches if whole else patches[due], turn, table)
             answer = self._answer(feature)
-            for i, asked in zip(rows, where.tolist()):
-                if asked:
-                    reads[i].add(at)
+            reads[at - 1, rows if whole else [i for i, leaves in zip(rows, due) if leaves]] = True
             if exit is not None:
                 sure = answer.float().softmax(-1).amax(-1) >= exit
-                due = due | sure.cpu()
-                answer, feature = answer[due], feature[due]
-            if due.any():
-                yield at, [i for i, leaves in zip(rows, due.tolist()) if leaves], answer, feature
-            if due.all():
+                due = [asked or done for asked, done in zip(due, sure.tolist())]
+                if not all(due):
+                    answer, feature = answer[due], feature[due]
+            if any(due):
+                yield at, [i for i, leaves in zip(rows, due) if leaves], answer, feature
+            if all(due):
                 return
-            if due.any():
-                rows = [i for i, leaves in zip(rows, due.tolist()) if not leaves]
-                z, patches = z[~due], patches[~due]
+            if any(due):
+                stay = [not leaves for leaves in due]
+                rows = [i for i, stays in zip(rows, stay) if stays]
+                z, patches = z[stay], patches[stay]
 
     def _prepare(self, tokens: int, patches: Tensor) -> tuple[Turn, Attend]:
         """RoPE's angles and the attention for this many latents."""
@@ -277,7 +287,7 @@ class AdaPerceiver(nn.Module):
         at = torch.arange(largest, device=images.device)
         kept = None
         if widths is not None:
-            neurons = torch.tensor([self.hidden(w) for w in range(self.width + 1)], device=images.device)[widths]
+            neurons = numbers(tuple(map(self.hidden, range(self.width + 1))), images.device)[widths]
             kept = (torch.arange(self.hidden(self.width), device=images.device) < neurons[:, None])[:, None]
             kept = kept.to(patches.dtype)
         z, depths = self.read.latents(self.latent, patches, turn), []
@@ -285,7 +295,7 @@ class AdaPerceiver(nn.Module):
             z = block(z, turn, attend, None, kept)
             if sampled is not None:
                 depths.append(self._written(z, patches, turn, table, (at < sampled[i])[None])[:, 0])
-        grains = at < torch.tensor(self.tokens, device=images.device)[:, None]  # (G, N)
+        grains = at < numbers(self.tokens, images.device)[:, None]  # (G, N)
         by_tokens = self._written(z, patches, turn, table, grains).transpose(0, 1)
         return Answers(self._answer(by_tokens), self._answer(torch.stack(depths)) if depths else None)
 
@@ -297,23 +307,23 @@ class AdaPerceiver(nn.Module):
         turn, attend = self._prepare(self.tokens[-1], patches)
         table = self.write.table(self.output, turn) if self.outputs == "class" else None
         at = torch.arange(self.tokens[-1], device=images.device)
-        grains = at < torch.tensor(self.tokens, device=images.device)[:, None]
+        grains = at < numbers(self.tokens, images.device)[:, None]
         z, found = self.read.latents(self.latent, patches, turn), []
         for block in self.blocks:
             z = block(z, turn, attend, self.hidden(w))
             found.append(self._answer(self._written(z, patches, turn, table, grains).transpose(0, 1)))
         return torch.stack(found)
 
-    def _trace(self, images: Tensor, t_B: list[int], d_B: list[int], w_B: list[int], reads: list[set[int]]) -> Trace:
+    def _trace(self, images: Tensor, t_B: list[int], d_B: list[int], w_B: list[int], reads: Tensor) -> Trace:
         """Latents have no place in the image: the trace's grid is one row of them."""
         count, largest = len(t_B), max(t_B)
         trace = Trace((count, largest), 0, (1, largest), self.depth)
         here = torch.arange(largest) < torch.tensor(t_B)[:, None]  # (B, N)
         widths = torch.tensor(w_B, dtype=torch.float32)[:, None].expand(count, largest)
         patches = torch.full((count, largest), float(self.patches((images.shape[-2], images.shape[-1]))))
+        depths = torch.tensor(d_B)[:, None]
         for at in range(1, max(d_B) + 1):
-            live = here & (torch.tensor(d_B) >= at)[:, None]
-            read = torch.tensor([[float(at in r)] for r in reads]).expand(count, largest)
+            live, read = here & (depths >= at), reads[at - 1, :, None].float().expand(count, largest)
             trace.lives.append(Where((count, largest), live_BN=live))
             trace.values.append({"width": widths, "read": read, "patches": patches})
         return trace
@@ -329,6 +339,10 @@ class AdaPerceiver(nn.Module):
         """The largest setting, read out once."""
         patches = None if trace is None else int(trace.values[0]["patches"][0, 0])
         return float(setting_macs(self, self.tokens[-1], self.depth, self.width, patches=patches))
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Refuse numbers of tokens that this network does not take."""
+        self._chosen("tokens", tokens, len(tokens), 0)
 
     def _chosen(self, name: str, given: Choice, count: int, default: int) -> list[int]:
         """One number per image."""

@@ -25,6 +25,7 @@ class AdaRecipe(Recipe):
     method: str = "AdaPerceiver"
     stages: tuple = (50 / 135, 65 / 135, 20 / 135)  # shares of the epochs: tokens, tokens and depths, widths too (D.1)
     stage_lr: tuple = (1.0, 1.0, 0.5)  # of lr
+    restart: bool = True  # each stage from the averaged weights, with a schedule of its own; false: one over all stages
     token_weight: float = 1.0
     depth_weight: float = 1.0
     optimizer: str = "adamw"  # or 'soap', from pytorch-optimizer

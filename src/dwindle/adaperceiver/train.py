@@ -20,20 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ranks
-from ..checkpoint import load
 from ..errors import DwindleError
 from ..images import Preprocess
-from ..methods.static import Static
-from ..model import AdaptiveViT, adapt
-from ..train.batches import mix, seeded
-from ..train.data import check_labels, open_data
+from ..train.batches import Resident, mix, seeded
+from ..train.data import Images, check_labels, open_data
 from ..train.data import limit as first
 from ..train.loop import Run, _seed, whole_if_small
+from ..train.record import Recorded, record
 from ..train.state import claim_folder
 from ..train.step import WORTH_COMPILING, _mixup
 from .grid import grid
 from .model import AdaPerceiver, Answers
 from .recipe import AdaRecipe
+from .start import begin_from
+from .teacher import Teacher
 
 COSINE, MAGNITUDE = 0.9, 0.1  # of the two feature losses (D.1)
 
@@ -45,6 +45,8 @@ class AdaRun(Run):
     model: Any
     teacher: Any
     optimizer: Any
+    recorded: Recorded | None = None
+    inputs: list[str]
 
     def __init__(
         self,
@@ -56,6 +58,9 @@ class AdaRun(Run):
         device: str | None = None,
         resume: bool = False,
         limit: int | None = None,
+        train_images: Images | None = None,
+        eval_images: Images | None = None,
+        resident: dict[str, Resident] | None = None,
     ) -> None:
         self.recipe, self.out = recipe, Path(out)
         self.data = {"train": data, "eval": eval_data or data}
@@ -65,15 +70,18 @@ class AdaRun(Run):
         if ranks.started() > 1:
             raise DwindleError(f"AdaPerceiver trains in one process, not {ranks.started()}; start it without torchrun.")
         claim_folder(self.out, resume)
-        self._open(limit)
+        self._open(limit, train_images, eval_images)
         _seed(recipe.seed)
-        self.teacher = self._taught_by()
-        self.model = self._build().to(self.device)
+        self.teacher = Teacher(recipe.teacher, self.device, amp=recipe.amp) if recipe.teacher is not None else None
+        self.model = self._build()
         self.model.attention = recipe.attention
         self.preprocess = whole_if_small(Preprocess(size=self.model.image), self.train_images)
+        if recipe.weights is not None:
+            begin_from(self.model, recipe.weights, self._some_images())
+        self.model.to(self.device)
         if recipe.freeze_backbone:
             _freeze(self.model)
-        self.resident = self._resident()
+        self.resident = resident or self._resident()
         self.batch = min(recipe.batch, len(self.train_images))
         if recipe.mixup or recipe.cutmix:
             self.batch -= self.batch % 2
@@ -88,11 +96,13 @@ class AdaRun(Run):
         able = self.device.type == "cuda" and images >= WORTH_COMPILING
         compiled = able if recipe.compile is None else recipe.compile
         if compiled:
-            # A graph for each stage, and in evaluation for each width and size of batch.
+            # A graph for each kind of stage, and in evaluation for each width and size of batch.
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
             self.model.write.compiled = True
             for block in self.model.blocks:
                 block.compile(dynamic=False)
+            if self.teacher is not None:
+                self.teacher.compiled = True
         self.learn: Any = SimpleNamespace(bare=SimpleNamespace(compiled=compiled))
         self.mixup = _mixup(recipe, self.model.classes)
         self.epoch, self.step, self.noted, self.seconds_per_epoch = 0, 0, 0, 0.0
@@ -100,13 +110,17 @@ class AdaRun(Run):
         if resume:
             self._restore()
 
-    def _open(self, limit: int | None) -> None:
-        self.train_images, self.eval_images = (
-            open_data(self.data["train"], "train"),
-            open_data(self.data["eval"], "test"),
-        )
+    def _open(self, limit: int | None, train_images: Images | None, eval_images: Images | None) -> None:
+        self.train_images = train_images or open_data(self.data["train"], "train")
+        self.eval_images = eval_images or open_data(self.data["eval"], "test")
         if limit is not None:
             self.train_images, self.eval_images = first(self.train_images, limit), first(self.eval_images, limit)
+
+    def _some_images(self, count: int = 128) -> Tensor:
+        """Prepared as in evaluation."""
+        rows = np.random.default_rng(self.recipe.seed).permutation(len(self.train_images))[:count]
+        prepare = self.preprocess.eval_transform()
+        return torch.stack([prepare(self.train_images.image(int(i))) for i in rows])
 
     def _build(self) -> AdaPerceiver:
         recipe, teacher = self.recipe, self.teacher
@@ -117,57 +131,35 @@ class AdaRun(Run):
         if recipe.distill == "features":  # D.1: a dense network whose head, an MLP, predicts the teacher's features
             if teacher is None:
                 raise DwindleError("distill = features needs a teacher; give one with --set teacher=FOLDER.")
-            options |= {"outputs": "dense", "head": "mlp", "classes": _shape(teacher)[1]}
+            if not teacher.dense:
+                raise DwindleError(
+                    f"The teacher {recipe.teacher} has no patch features; take a dense one (outputs=dense)."
+                )
+            options |= {"outputs": "dense", "head": "mlp", "classes": teacher.width}
         try:
             model = AdaPerceiver.preset(recipe.model, **options)
         except TypeError as error:
             raise DwindleError(f"AdaPerceiver has no such setting ({error}); see its constructor.") from error
-        if recipe.weights is not None:
-            _begin_from(model, recipe.weights)
         if recipe.distill == "features":
+            teacher.grid = model.grid((model.image, model.image))
             return model
-        if teacher is not None and _shape(teacher)[0] != model.classes:
+        if teacher is not None and teacher.classes != model.classes:
             raise DwindleError(
-                f"The teacher {recipe.teacher} knows {_shape(teacher)[0]} classes, the data has {model.classes}; take "
+                f"The teacher {recipe.teacher} knows {teacher.classes} classes, the data has {model.classes}; take "
                 "a teacher trained on this data."
             )
         for images in (self.train_images, self.eval_images):
             check_labels(images.labels, model.classes)
         return model
 
-    def _taught_by(self) -> nn.Module | None:
-        """A checkpoint's network with nothing halted, or an AdaPerceiver at its largest."""
-        named = self.recipe.teacher
-        if named is None:
-            return None
-        try:
-            teacher: Any = load(named)
-        except DwindleError as error:
-            raise DwindleError(f"teacher = {named}: {error}") from error
-        if isinstance(teacher, AdaptiveViT):
-            teacher = adapt(teacher.unwrap(), Static())
-            teacher.checks = False
-        return teacher.eval().requires_grad_(False).to(self.device)
-
-    @torch.no_grad()
-    def _features(self, x: Tensor) -> Tensor:
-        """(B, P, teacher's width), on the student's grid."""
-        teacher: Any = self.teacher
-        out = teacher(x, layout="masked") if isinstance(teacher, AdaptiveViT) else teacher(x)
-        found, grid_ = out.features, (x.shape[-2] // self.model.patch, x.shape[-1] // self.model.patch)
-        if isinstance(teacher, AdaptiveViT):
-            shape = teacher.backbone.shape
-            square = found[:, shape.prefix :].unflatten(1, shape.grid((x.shape[-2], x.shape[-1])))
-            if tuple(square.shape[1:3]) != grid_:
-                square = F.interpolate(square.permute(0, 3, 1, 2), size=grid_, mode="bilinear").permute(0, 2, 3, 1)
-            found = square.flatten(1, 2)
-        return found
-
     def _optimizer(self) -> torch.optim.Optimizer:
         recipe = self.recipe
-        learning = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        plain = [p for n, p in learning if p.dim() <= 1 or n in ("position", "latent", "output")]
-        decayed = [p for n, p in learning if not (p.dim() <= 1 or n in ("position", "latent", "output"))]
+        decayed: list[nn.Parameter] = []
+        plain: list[nn.Parameter] = []
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                free = parameter.dim() <= 1 or name in ("position", "latent", "output")
+                (plain if free else decayed).append(parameter)
         groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         if recipe.optimizer == "adamw":
             return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.999), fused=self.device.type == "cuda")
@@ -186,9 +178,9 @@ class AdaRun(Run):
         return next((i for i, end in enumerate(self.recipe.ends()) if self.epoch < end), 2)
 
     def _set_rate(self, step: int) -> None:
-        """Each stage warms up and falls by a cosine of its own."""
-        recipe, stage = self.recipe, self.stage
-        ends = [0, *(end * self.steps_per_epoch for end in recipe.ends())]
+        """Each stage warms up and falls by a cosine of its own; without `restart` there is one for all."""
+        recipe, stage = self.recipe, self.stage if self.recipe.restart else 0
+        ends = [0, *(end * self.steps_per_epoch for end in (recipe.ends() if recipe.restart else [recipe.epochs]))]
         at, total = step - ends[stage], max(ends[stage + 1] - ends[stage], 1)
         warm = min(int(recipe.warmup_epochs * self.steps_per_epoch), total // 2)
         peak = recipe.lr * recipe.stage_lr[stage]
@@ -203,7 +195,7 @@ class AdaRun(Run):
     def _begin_stage(self) -> None:
         """D.1: from the averaged weights of the stage before; the optimiser begins anew."""
         starts = [0, *self.recipe.ends()][:3]
-        if self.epoch and self.epoch == starts[self.stage]:
+        if self.recipe.restart and self.epoch and self.epoch == starts[self.stage]:
             if self.average:
                 self.model.load_state_dict(self.average.module.state_dict())
             self.optimizer = self._optimizer()
@@ -231,33 +223,63 @@ class AdaRun(Run):
             with seeded(self.recipe.seed, self.step):
                 x, y = self.mixup(x, y)
                 y = y.to(x.device)
-        self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.amp and self.device.type == "cuda"):
-            answers = self.model.answers(x, *self._sample(len(x)))
-            terms = self.terms(answers, x, y)
-        terms["total"].backward()
+        given = {"x": x, "y": y, "taught": self._taught(x)} | self._sample(len(x))
+        terms = self._gradients({name: value for name, value in given.items() if value is not None})
         if self.recipe.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         self.optimizer.step()
         self.step += 1
         if self.average:
             self.average.update(self.model, step=self.step)
+        return terms
+
+    def _gradients(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        if not (self.learn.bare.compiled and self.device.type == "cuda"):
+            self.optimizer.zero_grad(set_to_none=True)
+            return self.backward(**given)
+        if self.recorded is None or self.inputs != list(given):  # a stage may need other inputs than the one before
+            self.recorded, self.inputs = None, list(given)
+
+            def backward(*values: Tensor) -> dict[str, Tensor]:
+                return self.backward(**dict(zip(given, values)))
+
+            self.recorded = record(backward, self.model, *given.values(), what="AdaPerceiver")
+        return self.recorded(*given.values())
+
+    def backward(
+        self,
+        x: Tensor,
+        y: Tensor,
+        taught: Tensor | None = None,
+        widths: Tensor | None = None,
+        sampled: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Leaves gradients on the parameters, and returns the terms."""
+        amp = self.recipe.amp and self.device.type == "cuda"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=amp):
+            terms = self.terms(self.model.answers(x, widths, sampled), y, taught)
+        terms["total"].backward()
         return {name: value.detach().float() for name, value in terms.items()}
 
-    def _sample(self, count: int) -> tuple[Tensor | None, Tensor | None]:
+    def _sample(self, count: int) -> dict[str, Tensor]:
         """A width per image and a granularity per depth, as the stage asks; a function of (seed, step)."""
-        draw = torch.Generator().manual_seed(mix(self.recipe.seed, self.step))
+        draw, model = torch.Generator().manual_seed(mix(self.recipe.seed, self.step)), self.model
 
         def of(choices: Sequence[int], n: int) -> Tensor:
-            return torch.tensor(choices)[torch.randint(len(choices), (n,), generator=draw)].to(self.device)
+            picked = torch.tensor(choices)[torch.randint(len(choices), (n,), generator=draw)]
+            # From pinned memory a copy does not wait for the steps before.
+            return picked.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else picked
 
-        sampled = of(self.model.tokens, self.model.depth) if self.stage >= 1 else None
-        widths = of(self.model.widths, count) if self.stage >= 2 and len(self.model.widths) > 1 else None
-        return widths, sampled
+        found = {}
+        if self.stage >= 1:
+            found["sampled"] = of(model.tokens, model.depth)
+        if self.recipe.stages[2] and len(model.widths) > 1:  # full until its stage: one recording serves all stages
+            found["widths"] = of(model.widths if self.stage >= 2 else model.widths[-1:], count)
+        return found
 
-    def terms(self, answers: Answers, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    def terms(self, answers: Answers, y: Tensor, taught: Tensor | None = None) -> dict[str, Tensor]:
         """Algorithm 3: means over images and granularities, and over depths at weight l / L."""
-        recipe, taught = self.recipe, self._taught(x)
+        recipe = self.recipe
         terms = {"tokens": self.loss(answers.tokens, y, taught).mean()}
         terms["total"] = recipe.token_weight * terms["tokens"]
         if answers.depths is not None:
@@ -265,16 +287,10 @@ class AdaRun(Run):
             weights = torch.arange(1, len(losses) + 1, device=losses.device) / len(losses)
             terms["depths"] = (weights * losses).mean()
             terms["total"] = terms["total"] + recipe.depth_weight * terms["depths"]
-        return terms | {"cost": torch.ones((), device=x.device)}
+        return terms | {"cost": torch.ones((), device=y.device)}
 
     def _taught(self, x: Tensor) -> Tensor | None:
-        teacher: Any = self.teacher
-        if teacher is None:
-            return None
-        if self.recipe.distill == "features":
-            return self._features(x)
-        with torch.no_grad():
-            return (teacher(x, layout="masked") if isinstance(teacher, AdaptiveViT) else teacher(x)).logits
+        return None if self.teacher is None else self.teacher(x)
 
     def loss(self, answers: Tensor, y: Tensor, taught: Tensor | None) -> Tensor:
         """(S,) of answers (S, B, ...), each a mean over images."""
@@ -331,13 +347,6 @@ def feature_loss(answers: Tensor, wanted: Tensor) -> Tensor:
     return (COSINE * cosine + MAGNITUDE * size).flatten(1).mean(-1)
 
 
-def _shape(teacher: Any) -> tuple[int, int]:
-    """Classes and width."""
-    if isinstance(teacher, AdaptiveViT):
-        return teacher.backbone.shape.classes, teacher.backbone.shape.width
-    return teacher.classes, teacher.width
-
-
 def _freeze(model: AdaPerceiver) -> None:
     """D.2: the write head, the output tokens and the last linear layer learn on."""
     model.requires_grad_(False)
@@ -348,16 +357,3 @@ def _freeze(model: AdaPerceiver) -> None:
         parts.append(model.output_proj)
     for part in parts:
         part.requires_grad_(True)
-
-
-def _begin_from(model: AdaPerceiver, source: str) -> None:
-    """Another checkpoint's weights; what belongs to its task (outputs, head) starts anew where it does not fit."""
-    other: Any = load(source)
-    if not isinstance(other, AdaPerceiver):
-        raise DwindleError(f"weights = {source} holds no AdaPerceiver; give a checkpoint of one, or none.")
-    own, given = model.state_dict(), other.state_dict()
-    fitting = {n: v for n, v in given.items() if n in own and own[n].shape == v.shape}
-    lost = [n for n in own if n not in fitting and not n.startswith(("head.", "output"))]
-    if lost:
-        raise DwindleError(f"weights = {source} does not fit: '{lost[0]}' differs; train the same configuration.")
-    model.load_state_dict(fitting, strict=False)
