@@ -64,8 +64,7 @@ class AdaptiveLM(nn.Module):
         method.bind(self.backbone.shape)
         self.lm, self.method = lm, method
         self.extra: dict[str, Any] = {}
-        self.compiled: Callable[..., Tensor] | None = None  # packed blocks
-        self.learning: Callable[..., Tensor] | None = None  # masked blocks, while training
+        self.compiled: dict[Any, Callable[..., Tensor]] = {}  # by function, and whether it is for training
 
     @property
     def backbone(self) -> Any:
@@ -98,14 +97,13 @@ class AdaptiveLM(nn.Module):
                 gate = gate or Gate(torch.ones(shape, device=x.device), everyone, self.method.keys)
                 gate = replace(gate, keep=keep[depth].to(x.device))
             at = depth if cache else 0  # for the cache alone: one compiled function serves all blocks
-            if gate is None or layout == "masked":
-                scale, weight = (None, None) if gate is None else (gate.scale, gate.weight)
-                run = _masked if self.learning is None or not self.training else self.learning
-                x = run(block, x, scale, weight, turns, cache, at)
+            scale, weight = (None, None) if gate is None else (gate.scale, gate.weight)
+            rows = None if gate is None or layout == "masked" else gate.keep.flatten().nonzero()[:, 0]  # (T,)
+            given = (block, x, scale, weight, turns, cache, at)
+            if rows is None or len(rows) == ids.numel():
+                x = self._best(_masked, cache)(*given)
             else:
-                rows = gate.keep.flatten().nonzero()[:, 0]  # (T,)
-                run = _rows_run if self.compiled is None or cache is not None else self.compiled
-                x = run(block, x, rows, gate.scale, gate.weight, turns, cache, at)
+                x = self._best(_rows_run, cache)(*given, rows)
             trace.lives.append(Where(shape, everyone if gate is None else gate.keep))
             trace.values.append({} if gate is None else gate.record)
             if gate is not None and gate.exit is not None:
@@ -114,21 +112,25 @@ class AdaptiveLM(nn.Module):
             cache.length += shape[1]
         return LMOutput(lm.readout(x), trace, exits)
 
+    def _best(self, run: Callable[..., Tensor], cache: Cache | None) -> Callable[..., Tensor]:
+        """A block's function, compiled where it is; with a cache sizes change at every call."""
+        return run if cache is not None else self.compiled.get((run, self.training), run)
+
     def compile_blocks(self) -> None:
-        """Compile packed blocks, for however many rows run. It stays so: for timing and serving."""
+        """Compile blocks as they are executed hard, for however many rows run. It stays so: for timing and serving."""
         compiled = torch.compile(_rows_run)
 
-        def run(block: Any, x: Tensor, rows: Tensor, *rest: Any) -> Tensor:
-            torch._dynamo.maybe_mark_dynamic(rows, 0)  # and nothing else: known sizes make better code
-            return compiled(block, x, rows, *rest)
+        def rows_run(*given: Any) -> Tensor:
+            torch._dynamo.maybe_mark_dynamic(given[-1], 0)  # the rows, and nothing else: known sizes make better code
+            return compiled(*given)
 
-        self.compiled = run
-        self.method.compile_parts()
+        self.compiled |= {(_rows_run, False): rows_run, (_masked, False): torch.compile(_masked)}
+        self.method.compile_parts(training=False)
 
     def compile_training(self) -> None:
         """Compile masked blocks: one function for the blocks of all models of a process that are of one shape."""
-        self.learning = torch.compile(_masked, dynamic=False)
-        self.method.compile_parts()
+        self.compiled[_masked, True] = torch.compile(_masked, dynamic=False)
+        self.method.compile_parts(training=True)
 
     def terms(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
         """The cross-entropy of the next token in nats, the router's own terms, and their weighted sum under "total"."""
@@ -168,12 +170,12 @@ def _masked(
 def _rows_run(
     block: Any,
     x: Tensor,
-    rows: Tensor,
     scale_BN: Tensor,
     weight_BN: Tensor | None,
     turns: Turns,
     cache: Cache | None,
     depth: int,
+    rows: Tensor,
 ) -> Tensor:
     """The stream after a block that only these rows (T,) run; without weights all offer keys.
 
