@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import DwindleError, unknown
-from ..ops.causal import attend_causal
+from ..ops.causal import Askers, attend_asked, attend_causal
 from ..tokens import Where
 from ..trace import Trace
 from .cost import lm_macs, static_lm_macs
@@ -103,7 +103,10 @@ class AdaptiveLM(nn.Module):
             if rows is None or len(rows) == ids.numel():
                 x = self._best(_masked, cache)(*given)
             else:
-                x = self._best(_rows_run, cache)(*given, rows)
+                plain = weight is None and cache is None and not self.training  # no other keys, no dropout
+                alone = plain and x.device.type == "cpu" and shape[1] >= 4
+                askers = Askers.of(gate.keep) if alone and gate is not None else None
+                x = self._best(_rows_run, cache)(*given, rows, askers)
             trace.lives.append(Where(shape, everyone if gate is None else gate.keep))
             trace.values.append({} if gate is None else gate.record)
             if gate is not None and gate.exit is not None:
@@ -121,7 +124,12 @@ class AdaptiveLM(nn.Module):
         compiled = torch.compile(_rows_run)
 
         def rows_run(*given: Any) -> Tensor:
-            torch._dynamo.maybe_mark_dynamic(given[-1], 0)  # the rows, and nothing else: known sizes make better code
+            *_, rows, askers = given
+            torch._dynamo.maybe_mark_dynamic(rows, 0)  # who runs, and nothing else: known sizes make better code
+            if askers is not None:
+                torch._dynamo.maybe_mark_dynamic(askers.home, 0)
+                torch._dynamo.maybe_mark_dynamic(askers.early, 1)
+                torch._dynamo.maybe_mark_dynamic(askers.late, 1)
             return compiled(*given)
 
         self.compiled |= {(_rows_run, False): rows_run, (_masked, False): torch.compile(_masked)}
@@ -176,6 +184,7 @@ def _rows_run(
     cache: Cache | None,
     depth: int,
     rows: Tensor,
+    askers: Askers | None,
 ) -> Tensor:
     """The stream after a block that only these rows (T,) run; without weights all offer keys.
 
@@ -192,6 +201,12 @@ def _rows_run(
         everywhere = rows_T.new_zeros(len(flat), *rows_T.shape[1:])
         return everywhere.index_copy(0, rows, rows_T).unflatten(0, shape)
 
+    def asked(places: Tensor) -> Tensor:
+        """(B, n, H, E) queries of positions (B, n)."""
+        at = places + shape[1] * torch.arange(shape[0], device=x.device)[:, None]
+        turned = tuple(t.index_select(0, places.flatten()).unflatten(0, places.shape) for t in turns)
+        return block.queries(h.flatten(0, 1).index_select(0, at.flatten()).unflatten(0, places.shape), turned)
+
     if weight_BN is None:
         h = block.normed(x)
         k, v = block.keys_values(h, turns)
@@ -202,14 +217,17 @@ def _rows_run(
         if cache is not None:
             cache.extend(depth, k, v, weight_BN)
         return x
-    if weight_BN is not None:
-        q = spread(block.queries(h, here()))
-    elif 2 * len(rows) < len(flat):
-        q = spread(block.queries(h.flatten(0, 1).index_select(0, rows), here()))
-    else:  # moving queries there and back saves nothing over computing those that nobody asks for
-        q = block.queries(h, turns)
-    heard = _attend(block, q, k, v, weight_BN, cache, depth)
-    new = block.rest(live, heard.flatten(0, 1).index_select(0, rows))
+    if askers is not None:
+        heard = attend_asked(asked, k, v, askers).flatten(-2)
+    else:
+        if weight_BN is not None:
+            q = spread(block.queries(h, here()))
+        elif 2 * len(rows) < len(flat):
+            q = spread(block.queries(h.flatten(0, 1).index_select(0, rows), here()))
+        else:  # moving queries there and back saves nothing over computing those that nobody asks for
+            q = block.queries(h, turns)
+        heard = _attend(block, q, k, v, weight_BN, cache, depth).flatten(0, 1).index_select(0, rows)
+    new = block.rest(live[None], heard[None])[0]  # as one sequence: x + h W of matrices is compiled to a copy and a sum
     new = live + scale_BN.flatten().index_select(0, rows)[:, None].to(x.dtype) * (new - live)
     written = flat.index_copy(0, rows, new) if torch.is_grad_enabled() else flat.index_copy_(0, rows, new)
     return written.unflatten(0, shape)
