@@ -13,7 +13,7 @@ from dwindle.lm import TSA, AdaptiveLM, CharLM, EarlyExit, LMSize, MoD, Random, 
 from dwindle.lm.bench import forced_keep
 from dwindle.lm.execute import Cache, tlops_saved
 from dwindle.lm.generate import generate
-from dwindle.ops.causal import attend_causal, attend_causal_ref
+from dwindle.ops.causal import Askers, attend_asked, attend_causal, attend_causal_ref
 
 SIZE = LMSize(vocabulary=20, blocks=4, width=32, heads=2, context=24)
 ROUTERS = {
@@ -165,6 +165,17 @@ def test_attention_is_its_definition(heads, weighted, new):
         weight[:, 3], weight[:, -1] = 0.0, 0.5
     out = attend_causal(q, k, v, weight)
     torch.testing.assert_close(out, attend_causal_ref(q, k, v, weight), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.6, 1.0])
+@pytest.mark.parametrize("heads, length", [(4, 9), (2, 4), (4, 24)])
+def test_attention_of_some_is_that_of_all(heads, length, share):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, length, h, 8, generator=generator).double() for h in (4, heads, heads))
+    keep = torch.rand(3, length, generator=generator) < share
+    keep[0, -1], keep[1] = True, False  # one sequence where nobody asks
+    out = attend_asked(lambda places: q[torch.arange(3)[:, None], places], k, v, Askers.of(keep))
+    torch.testing.assert_close(out, attend_causal_ref(q, k, v)[keep], atol=1e-12, rtol=1e-12)
 
 
 def test_cost_against_torch_and_by_hand():

@@ -59,6 +59,8 @@ def bench_lm(
     rows = []
     for batch in batches:
         size = (batch, shape.context)
+        if compiled:
+            torch._dynamo.reset()  # each batch gets code for its own size; of a second one it would be for any
         drawn = torch.randint(0, shape.vocabulary, size, generator=torch.Generator().manual_seed(0)).to(place)
         jobs: list[tuple[str, Tensor, Tensor | None]] = [
             ("forced", drawn, forced_keep(shape.blocks, size, f).to(place)) for f in fractions

@@ -112,8 +112,9 @@ class LMCompare:
 
     def _options(self) -> dict[str, Any]:
         base = self.comparison.base
-        amp = base.amp and self.device.startswith("cuda")
-        return {"limit": self.comparison.windows, "device": self.device, "batch": 64, "amp": amp, "name": base.data}
+        gpu = self.device.startswith("cuda")  # where packed blocks wait for the host: few large batches
+        options: dict[str, Any] = {"limit": self.comparison.windows, "device": self.device, "name": base.data}
+        return options | {"batch": 512 if gpu else 64, "amp": base.amp and gpu}
 
     def _measure(self, model: AdaptiveLM, ids: Tensor | None = None, **options: Any) -> dict[str, Any]:
         return evaluate(model, self.text.val if ids is None else ids, **(self._options() | options))

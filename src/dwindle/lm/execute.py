@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import DwindleError, unknown
-from ..ops.causal import attend_causal
+from ..ops.causal import Askers, attend_asked, attend_causal
 from ..tokens import Where
 from ..trace import Trace
 from .cost import lm_macs, static_lm_macs
@@ -64,8 +64,7 @@ class AdaptiveLM(nn.Module):
         method.bind(self.backbone.shape)
         self.lm, self.method = lm, method
         self.extra: dict[str, Any] = {}
-        self.compiled: Callable[..., Tensor] | None = None  # packed blocks
-        self.learning: Callable[..., Tensor] | None = None  # masked blocks, while training
+        self.compiled: dict[Any, Callable[..., Tensor]] = {}  # by function, and whether it is for training
 
     @property
     def backbone(self) -> Any:
@@ -98,14 +97,16 @@ class AdaptiveLM(nn.Module):
                 gate = gate or Gate(torch.ones(shape, device=x.device), everyone, self.method.keys)
                 gate = replace(gate, keep=keep[depth].to(x.device))
             at = depth if cache else 0  # for the cache alone: one compiled function serves all blocks
-            if gate is None or layout == "masked":
-                scale, weight = (None, None) if gate is None else (gate.scale, gate.weight)
-                run = _masked if self.learning is None or not self.training else self.learning
-                x = run(block, x, scale, weight, turns, cache, at)
+            scale, weight = (None, None) if gate is None else (gate.scale, gate.weight)
+            rows = None if gate is None or layout == "masked" else gate.keep.flatten().nonzero()[:, 0]  # (T,)
+            given = (block, x, scale, weight, turns, cache, at)
+            if rows is None or len(rows) == ids.numel():
+                x = self._best(_masked, cache)(*given)
             else:
-                rows = gate.keep.flatten().nonzero()[:, 0]  # (T,)
-                run = _rows_run if self.compiled is None or cache is not None else self.compiled
-                x = run(block, x, rows, gate.scale, gate.weight, turns, cache, at)
+                plain = weight is None and cache is None and not self.training  # no other keys, no dropout
+                alone = plain and x.device.type == "cpu" and shape[1] >= 4
+                askers = Askers.of(gate.keep) if alone and gate is not None else None
+                x = self._best(_rows_run, cache)(*given, rows, askers)
             trace.lives.append(Where(shape, everyone if gate is None else gate.keep))
             trace.values.append({} if gate is None else gate.record)
             if gate is not None and gate.exit is not None:
@@ -114,21 +115,30 @@ class AdaptiveLM(nn.Module):
             cache.length += shape[1]
         return LMOutput(lm.readout(x), trace, exits)
 
+    def _best(self, run: Callable[..., Tensor], cache: Cache | None) -> Callable[..., Tensor]:
+        """A block's function, compiled where it is; with a cache sizes change at every call."""
+        return run if cache is not None else self.compiled.get((run, self.training), run)
+
     def compile_blocks(self) -> None:
-        """Compile packed blocks, for however many rows run. It stays so: for timing and serving."""
+        """Compile blocks as they are executed hard, for however many rows run. It stays so: for timing and serving."""
         compiled = torch.compile(_rows_run)
 
-        def run(block: Any, x: Tensor, rows: Tensor, *rest: Any) -> Tensor:
-            torch._dynamo.maybe_mark_dynamic(rows, 0)  # and nothing else: known sizes make better code
-            return compiled(block, x, rows, *rest)
+        def rows_run(*given: Any) -> Tensor:
+            *_, rows, askers = given
+            torch._dynamo.maybe_mark_dynamic(rows, 0)  # who runs, and nothing else: known sizes make better code
+            if askers is not None:
+                torch._dynamo.maybe_mark_dynamic(askers.home, 0)
+                torch._dynamo.maybe_mark_dynamic(askers.early, 1)
+                torch._dynamo.maybe_mark_dynamic(askers.late, 1)
+            return compiled(*given)
 
-        self.compiled = run
-        self.method.compile_parts()
+        self.compiled |= {(_rows_run, False): rows_run, (_masked, False): torch.compile(_masked)}
+        self.method.compile_parts(training=False)
 
     def compile_training(self) -> None:
         """Compile masked blocks: one function for the blocks of all models of a process that are of one shape."""
-        self.learning = torch.compile(_masked, dynamic=False)
-        self.method.compile_parts()
+        self.compiled[_masked, True] = torch.compile(_masked, dynamic=False)
+        self.method.compile_parts(training=True)
 
     def terms(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
         """The cross-entropy of the next token in nats, the router's own terms, and their weighted sum under "total"."""
@@ -168,12 +178,13 @@ def _masked(
 def _rows_run(
     block: Any,
     x: Tensor,
-    rows: Tensor,
     scale_BN: Tensor,
     weight_BN: Tensor | None,
     turns: Turns,
     cache: Cache | None,
     depth: int,
+    rows: Tensor,
+    askers: Askers | None,
 ) -> Tensor:
     """The stream after a block that only these rows (T,) run; without weights all offer keys.
 
@@ -190,6 +201,12 @@ def _rows_run(
         everywhere = rows_T.new_zeros(len(flat), *rows_T.shape[1:])
         return everywhere.index_copy(0, rows, rows_T).unflatten(0, shape)
 
+    def asked(places: Tensor) -> Tensor:
+        """(B, n, H, E) queries of positions (B, n)."""
+        at = places + shape[1] * torch.arange(shape[0], device=x.device)[:, None]
+        turned = tuple(t.index_select(0, places.flatten()).unflatten(0, places.shape) for t in turns)
+        return block.queries(h.flatten(0, 1).index_select(0, at.flatten()).unflatten(0, places.shape), turned)
+
     if weight_BN is None:
         h = block.normed(x)
         k, v = block.keys_values(h, turns)
@@ -200,14 +217,17 @@ def _rows_run(
         if cache is not None:
             cache.extend(depth, k, v, weight_BN)
         return x
-    if weight_BN is not None:
-        q = spread(block.queries(h, here()))
-    elif 2 * len(rows) < len(flat):
-        q = spread(block.queries(h.flatten(0, 1).index_select(0, rows), here()))
-    else:  # moving queries there and back saves nothing over computing those that nobody asks for
-        q = block.queries(h, turns)
-    heard = _attend(block, q, k, v, weight_BN, cache, depth)
-    new = block.rest(live, heard.flatten(0, 1).index_select(0, rows))
+    if askers is not None:
+        heard = attend_asked(asked, k, v, askers).flatten(-2)
+    else:
+        if weight_BN is not None:
+            q = spread(block.queries(h, here()))
+        elif 2 * len(rows) < len(flat):
+            q = spread(block.queries(h.flatten(0, 1).index_select(0, rows), here()))
+        else:  # moving queries there and back saves nothing over computing those that nobody asks for
+            q = block.queries(h, turns)
+        heard = _attend(block, q, k, v, weight_BN, cache, depth).flatten(0, 1).index_select(0, rows)
+    new = block.rest(live[None], heard[None])[0]  # as one sequence: x + h W of matrices is compiled to a copy and a sum
     new = live + scale_BN.flatten().index_select(0, rows)[:, None].to(x.dtype) * (new - live)
     written = flat.index_copy(0, rows, new) if torch.is_grad_enabled() else flat.index_copy_(0, rows, new)
     return written.unflatten(0, shape)

@@ -82,7 +82,8 @@ def tsa_shakespeare_compare() -> LMComparison:
     dwindle compare tsa_shakespeare_compare --out runs/tsa_shakespeare --until 8
     The same command goes on with what is missing; with --until 0 it only draws what is there.
     """
-    return LMComparison(dataclasses.replace(tsa_shakespeare_large(), eval_every=1000))
+    base = dataclasses.replace(tsa_shakespeare_large(), steps=1500, batch=32, eval_every=750)
+    return LMComparison(base, penalties=(0.0, 0.02))
 
 
 def tsa_enwik8_compare() -> LMComparison:

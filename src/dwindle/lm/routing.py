@@ -82,8 +82,8 @@ class Router(nn.Module):
         """Before a block; None: all run it as they are."""
         return None
 
-    def compile_parts(self) -> None:
-        """Compile what decisions are made with."""
+    def compile_parts(self, training: bool) -> None:
+        """Compile what decisions are made with, while training or otherwise: other sizes and modes are other code."""
 
     def losses(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
         return {}

@@ -175,8 +175,8 @@ class LMRun:
     def evaluate(self) -> dict[str, float]:
         """On the validation text, executed hard; `loss_soft` with every update computed, as in training."""
         recipe = self.recipe
-        options: dict[str, Any] = {"batch": max(recipe.batch, 32), "limit": recipe.eval_windows, "device": self.device}
-        options |= {"name": self.text.name, "amp": recipe.amp and self._gpu}
+        options: dict[str, Any] = {"limit": recipe.eval_windows, "device": self.device, "name": self.text.name}
+        options |= {"batch": max(recipe.batch, 256 if self._gpu else 32), "amp": recipe.amp and self._gpu}
         found = evaluate(self.model, self.text.val, **options)
         numbers = {name: found[name] for name in ("loss", "bpc", "tlops_saved", "macs_saved")}
         if isinstance(self.model.method, TSA):

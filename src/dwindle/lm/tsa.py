@@ -45,7 +45,7 @@ class TSA(Router):
         require(penalty >= 0, f"penalty = {penalty}", "it must be at least 0")
         require(hidden is None or hidden >= 1, f"hidden = {hidden}", "it must be at least 1")
         self.penalty, self.tau, self.keys, self.hidden, self.open = penalty, tau, keys, hidden, open
-        self.ask: Callable[[nn.Module, Tensor], Tensor] = _probability
+        self.asked: dict[bool, Callable[[nn.Module, Tensor], Tensor]] = {}  # compiled, by whether it is for training
 
     def bind(self, shape: LMShape) -> None:
         super().bind(shape)
@@ -54,12 +54,12 @@ class TSA(Router):
     def gate(self, now: Moment) -> Gate | None:
         if now.depth == 0:  # an embedding knows nothing of its context: there is nothing to decide by
             return None
-        p = self.ask(self.gates[now.depth - 1], now.x)
+        p = self.asked.get(self.training, _probability)(self.gates[now.depth - 1], now.x)
         keep = torch.ones_like(p, dtype=torch.bool) if self.training else p >= self.tau
         return Gate(p, keep, self.keys, {"p": p})
 
-    def compile_parts(self) -> None:
-        self.ask = torch.compile(_probability)
+    def compile_parts(self, training: bool) -> None:
+        self.asked[training] = torch.compile(_probability)
 
     def losses(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
         return {"depth": torch.stack([values["p"].mean() for values in out.trace.values[1:]]).mean()}
