@@ -54,6 +54,7 @@ class Tokens:
     watching: bool = False  # a method asked for `attention`
     attention: Tensor | None = None  # share of the class token's attention each row got in the block just run
     keeping_keys: bool = False  # a method asked for `keys`
+    keys_to_bequeath: bool = False  # and only for `bequeath`
     keys: Tensor | None = None  # rows, head size: mean over heads of the keys of the block just run
     reader: Callable[[Tensor], Tensor] | None = None  # (B, N, D) -> logits; the loop lends the backbone's
     rows: Rows | None = None  # the live rows as a list on the device, where kernels can go by it
@@ -114,6 +115,23 @@ class Tokens:
     def surely_none(self, marked: Tensor) -> bool:
         """No row is marked, and that is known without waiting for a GPU."""
         return False
+
+    def bequeath(self, keep: Tensor, prefix_stays: bool) -> None:
+        """Patches that stop now join the one with the most alike key that goes on; where none does they are gone.
+
+        prefix_stays: `keep` lets all prefix tokens go on, now and at every block so far.
+        """
+        patch = self.counted & ~self.is_prefix
+        leaving = patch & ~keep
+        if not self.surely_none(leaving):
+            staying = patch & keep
+            self.stand_for(staying, *self.inherit(self.notes["standing_for"], staying, leaving))
+
+    def stand_for(self, who: Tensor, mean: Tensor, size: Tensor) -> None:
+        """These rows become the mean of so many, and are attended to as the many they stand for."""
+        self.x = torch.where(who[..., None], mean.to(self.x.dtype), self.x)
+        size = self.notes["standing_for"] = torch.where(who, size, self.notes["standing_for"])
+        self.notes["key_bias"] = size.clamp_min(1).log()
 
     @property
     def padding(self) -> Tensor:

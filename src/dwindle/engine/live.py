@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.attention import looked_at
+from ..ops.heirs_rows import bequeath_rows
 from ..ops.rows import Rows, compact
 from ..tokens import Masked
 from .block import Ready
@@ -21,6 +23,7 @@ from .block import Ready
 @dataclass
 class Live(Masked):
     ready: dict[nn.Module, Ready] = field(default_factory=dict)
+    entries: tuple[Tensor, int] | None = None  # queries, keys and values of the block just run, compact; and heads
 
     @staticmethod
     def begin(x_BND: Tensor, prefix: int, ready: dict[nn.Module, Ready], live: Tensor, rows: Rows) -> Live:
@@ -39,7 +42,9 @@ class Live(Masked):
         x = self.x.flatten(0, 1)
         bias = self.notes.get("key_bias")
         qkv = ready.attend(x, self.rows, self.shape[1], None if bias is None else bias.flatten())
-        if self.keeping_keys or self.watching:
+        if self.keeping_keys and self.keys_to_bequeath and ready.norm is None:
+            self.entries = qkv, ready.heads
+        elif self.keeping_keys or self.watching:
             self._look(qkv, ready)
         tap = None
         if self.tapped is not None:
@@ -68,9 +73,26 @@ class Live(Masked):
         # Many entries may land on the last row: which wins does not matter.
         return sheet.index_copy(0, home, compact_TC)[:-1].view(*self.shape, -1)
 
+    def bequeath(self, keep: Tensor, prefix_stays: bool) -> None:
+        if self.entries is None:
+            return super().bequeath(keep, prefix_stays)
+        assert self.rows is not None
+        size, (new, live) = self.notes["standing_for"], self._going(keep)
+        bias = self.notes.setdefault("key_bias", torch.zeros_like(size))
+        qkv, heads = self.entries
+        bequeath_rows(self.x, qkv, heads, self.rows, new, live, size, bias, self.prefix)
+
     def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Live:
         if keep is None:
             return replace(self, **self.forget())
-        made = self.listed
-        rows, live = (made[1], keep) if made is not None and made[0] is keep else compact(self.live, keep)
+        rows, live = self._going(keep)
         return replace(self, live=live, rows=rows, whole=False, **self.forget())
+
+    def _going(self, keep: Tensor) -> tuple[Rows, Tensor]:
+        """Who goes on, as a list and as a sheet."""
+        if self.listed is not None and self.listed[0] is keep:
+            return self.listed[1], keep
+        return compact(self.live, keep)
+
+    def forget(self) -> dict[str, Any]:
+        return {**super().forget(), "entries": None}

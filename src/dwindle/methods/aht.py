@@ -223,6 +223,7 @@ class AHT(Method):
         if self.heirs != "none":
             tokens.notes["standing_for"] = zero + 1  # how many tokens a row is the mean of
             tokens.notes["rest"] = zero.bool()  # it is the image's rest token
+        tokens.keys_to_bequeath = self.heirs == "nearest"
         tokens.keeping_keys = self.heirs == "nearest" and self._may_halt(1)
         return tokens
 
@@ -237,7 +238,7 @@ class AHT(Method):
         if self.heirs == "rest" and "forced" not in tokens.notes and layer < self.shape.blocks:
             keep = self._take_along(tokens, keep)
         if self.heirs == "nearest" and self._may_halt(layer):
-            self._bequeath(tokens, keep)
+            tokens.bequeath(keep, prefix_stays=not (self.halt_class or "forced" in tokens.notes))
         return Verdict(keep, gate=self._gate(tokens, score, keep), record=record)
 
     def _supervise(self, layer: int, tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -312,22 +313,8 @@ class AHT(Method):
         total = tokens.image_sum(weight)
         mean = tokens.image_sum(weight[..., None] * wide(tokens.x)) / total.clamp_min(1)[:, None]
         rest = tokens.notes["rest"] = old | chosen
-        self._replace(tokens, rest, tokens.per_image(mean), tokens.per_image(total))
+        tokens.stand_for(rest, tokens.per_image(mean), tokens.per_image(total))
         return keep | rest
-
-    def _bequeath(self, tokens: Tokens, keep: Tensor) -> None:
-        """Those who halt join the most alike patch that goes on; where none does they are gone."""
-        patch = tokens.counted & ~tokens.is_prefix
-        leaving = patch & ~keep
-        if not tokens.surely_none(leaving):
-            staying = patch & keep
-            mean, total = tokens.inherit(tokens.notes["standing_for"], staying, leaving)
-            self._replace(tokens, staying, mean, total)
-
-    def _replace(self, tokens: Tokens, who: Tensor, mean: Tensor, size: Tensor) -> None:
-        tokens.x = torch.where(who[..., None], mean.to(tokens.x.dtype), tokens.x)
-        size = tokens.notes["standing_for"] = torch.where(who, size, tokens.notes["standing_for"])
-        tokens.notes["key_bias"] = size.clamp_min(1).log()
 
     def _gate(self, tokens: Tokens, score: Tensor, keep: Tensor) -> Tensor | None:
         """Hard in value, with the gradient of the token's chance to come this far, prod (1 - h)."""
