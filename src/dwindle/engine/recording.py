@@ -43,7 +43,7 @@ class Recording:
         self.most = self.count = len(images)  # images there can be, and are
         self.inputs = [None if given is None else given.to(images.device).clone() for given in (images, depths, dial)]
         # The graph reads weights where they lie: they stay there until its last replay, also if the model was moved.
-        self.held = [w.data for w in (*model.parameters(), *model.buffers())]
+        self.held = [w.data for w in (*model.parameters(), *model.buffers())], ready
         self.present: tuple[Tensor, Rows] | None = None
 
         def start(x_BND: Tensor, prefix: int) -> Live:
@@ -161,7 +161,7 @@ def _cut(conv: nn.Conv2d, images: Tensor) -> Tensor:
 
 def captured(call: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
     """A call as a CUDA graph."""
-    aside = torch.cuda.Stream()
+    aside = torch.cuda.Stream()  # where gradients are first accumulated they are later: try out and record on one
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
         for _ in range(3):  # kernels are compiled, workspaces made
@@ -170,7 +170,7 @@ def captured(call: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     # cuBLAS keeps a workspace per stream, which others clear: this graph shall have its own, in its own memory.
     torch._C._cuda_clearCublasWorkspaces()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, stream=aside):
         call()
     torch._C._cuda_clearCublasWorkspaces()
     return graph

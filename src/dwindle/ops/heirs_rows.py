@@ -51,9 +51,11 @@ def bequeath_rows(
         return bequeath_rows_ref(x_BND, qkv, heads, rows, new, size_BN, bias_BN, prefix)
     images, tokens, width = x_BND.shape
     heir = torch.empty(images * tokens, dtype=torch.int32, device=x_BND.device)
-    many, few = (16, 16) if interpreted() else (64, 16)
+    # Few images want many programs; more read what they compare with less often in large tiles.
+    tile = 16 if interpreted() or images <= 16 else 64
+    other = 16 if interpreted() else 64
     how: dict[str, Any] = {"PRECISION": precision(x_BND), **overlapping(x_BND, len(heir))}
-    kernels().find_heirs_kernel[(-(-tokens // few), images)](
+    kernels().find_heirs_kernel[(-(-tokens // tile), images)](
         qkv,
         rows.rows_R,
         rows.starts,
@@ -64,12 +66,12 @@ def bequeath_rows(
         heads,
         width // heads,
         prefix,
-        BM=few,
-        BJ=many,
+        BM=tile,
+        BJ=other,
         BE=power_of_two(width // heads, 16),
         **how,
     )
-    kernels().hand_over_kernel[(-(-tokens // few), images)](
+    kernels().hand_over_kernel[(-(-tokens // tile), images)](
         x_BND,
         rows.rows_R,
         rows.starts,
@@ -79,8 +81,8 @@ def bequeath_rows(
         size_BN,
         bias_BN,
         width,
-        BM=few,
-        BJ=many,
+        BM=tile,
+        BJ=other,
         BD=64,
         **how,
     )

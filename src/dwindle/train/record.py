@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..engine.recording import captured
 from ..errors import DwindleError
 
 Backward = Callable[..., dict[str, Tensor]]
@@ -20,17 +21,12 @@ class Recorded:
         device = inputs[0].device
         # Trying out moves running moments and random numbers: put back, so that a resumed run is the same run.
         before, drawn = [b.clone() for b in model.buffers()], torch.cuda.get_rng_state(device)
-        aside = torch.cuda.Stream()  # where gradients are first accumulated they are later: try out and record on one
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(3):
-                _clear(model)
-                backward(*self.inputs)
-        torch.cuda.current_stream().wait_stream(aside)
-        _clear(model)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=aside):
+
+        def forward_and_backward() -> None:
+            _clear(model)
             self.terms = backward(*self.inputs)
+
+        self.graph = captured(forward_and_backward)
         for buffer, value in zip(model.buffers(), before):
             buffer.copy_(value)
         torch.cuda.set_rng_state(drawn, device)
