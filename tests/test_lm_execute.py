@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dwindle.errors import DwindleError
 from dwindle.lm import TSA, AdaptiveLM, CharLM, EarlyExit, LMSize, MoD, Random, Router, Static, adapt_lm
 from dwindle.lm.bench import forced_keep
-from dwindle.lm.execute import Cache, tlops_saved
+from dwindle.lm.execute import MANY, Cache, tlops_saved
 from dwindle.lm.generate import generate
 from dwindle.ops.causal import Askers, attend_asked, attend_causal, attend_causal_ref
 
@@ -51,6 +51,17 @@ def test_masked_is_packed(router, dtype, tolerance):
     torch.testing.assert_close(masked.logits, packed.logits, atol=tolerance, rtol=10 * tolerance)
     saved = tlops_saved(packed.trace)
     assert (saved == 0).all() if router == "Static" else ((saved > 0.05) & (saved < 0.8)).all()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("router", ["TSA", "EarlyExit", "Random"])
+@torch.no_grad()
+def test_masked_is_packed_where_only_those_that_run_ask(router, dtype, tolerance):
+    model, ids = build(ROUTERS[router](), dtype), ids_for(MANY // 24 + 1, 24)
+    masked, packed = model(ids, "masked"), model(ids, "packed")
+    assert torch.equal(masked.trace.live, packed.trace.live)
+    torch.testing.assert_close(masked.logits, packed.logits, atol=tolerance, rtol=10 * tolerance)
+    torch.testing.assert_close(model(ids[:2]).logits, packed.logits[:2], atol=tolerance, rtol=10 * tolerance)
 
 
 @pytest.mark.parametrize("router", ROUTERS)

@@ -25,6 +25,7 @@ from .routing import Gate, Moment, Router
 from .tsa import TSA
 
 LAYOUTS = ("masked", "packed")
+MANY = 1024  # tokens, from which it pays on a CPU to find out who asks
 
 
 @dataclass
@@ -104,7 +105,7 @@ class AdaptiveLM(nn.Module):
                 x = self._best(_masked, cache)(*given)
             else:
                 plain = weight is None and cache is None and not self.training  # no other keys, no dropout
-                alone = plain and x.device.type == "cpu" and shape[1] >= 4
+                alone = plain and x.device.type == "cpu" and shape[1] >= 4 and ids.numel() >= MANY
                 askers = Askers.of(gate.keep) if alone and gate is not None else None
                 x = self._best(_rows_run, cache)(*given, rows, askers)
             trace.lives.append(Where(shape, everyone if gate is None else gate.keep))
