@@ -82,7 +82,7 @@ def tsa_shakespeare_compare() -> LMComparison:
     dwindle compare tsa_shakespeare_compare --out runs/tsa_shakespeare --until 8
     The same command goes on with what is missing; with --until 0 it only draws what is there.
     """
-    base = dataclasses.replace(tsa_shakespeare_large(), steps=1500, batch=32, eval_every=750)
+    base = dataclasses.replace(tsa_shakespeare_large(), steps=900, batch=32, eval_every=450)
     return LMComparison(base, penalties=(0.0, 0.02))
 
 
