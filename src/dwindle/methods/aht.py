@@ -69,8 +69,12 @@ class Planner(nn.Module):
         self.register_buffer("deviation", torch.ones(()))
 
     def forward(self, tokens: Tokens, x: Tensor) -> Tensor:
-        hidden = self.token(x) + tokens.per_image(self.context(tokens.image_mean(x)))
-        return wide(self.out(torch.relu(hidden))[..., 0])
+        context = tokens.per_image(self.context(tokens.image_mean(x)))
+        if torch.is_grad_enabled():
+            hidden = torch.relu(self.token(x) + context)
+        else:
+            hidden = tokens.linear(self.token, x).add_(context).relu_()
+        return wide(self.out(hidden)[..., 0])
 
     def standing(self, tokens: Tokens, x: Tensor) -> Tensor:
         """Where a token stands among all tokens of all images, with mean 0 and deviation 1: the least stop first.
@@ -222,6 +226,7 @@ class AHT(Method):
             tokens.notes["survival"] = zero + 1
         if self.heirs != "none":
             tokens.notes["standing_for"] = zero + 1  # how many tokens a row is the mean of
+        if self.heirs == "rest":
             tokens.notes["rest"] = zero.bool()  # it is the image's rest token
         tokens.keeping_keys = self.heirs == "nearest" and self._may_halt(1)
         return tokens
@@ -232,18 +237,19 @@ class AHT(Method):
         score, keep = self._supervise(layer, tokens)
         record["score"] = score
         tokens.keeping_keys = self.heirs == "nearest" and self._may_halt(layer + 1)
-        if self.relative and layer < self.stages[0] and "forced" not in tokens.notes:
-            return Verdict(None, record=record)  # nobody was planned to stop yet, so there is nothing to mask
+        if keep is None:
+            return Verdict(None, record=record)
         if self.heirs == "rest" and "forced" not in tokens.notes and layer < self.shape.blocks:
             keep = self._take_along(tokens, keep)
         if self.heirs == "nearest" and self._may_halt(layer):
-            self._bequeath(tokens, keep)
+            tokens.bequeath(keep, prefix_stays=not (self.halt_class or "forced" in tokens.notes))
         return Verdict(keep, gate=self._gate(tokens, score, keep), record=record)
 
-    def _supervise(self, layer: int, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Section 3.3: scores, and who goes on by their sums."""
+    def _supervise(self, layer: int, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
+        """Section 3.3: scores, and who goes on by their sums; None: nobody was planned to stop yet."""
         tap, plan, before = tokens.tap, tokens.notes["plan"], tokens.notes["cumulative"]
         assert tap is not None
+        early = self.relative and layer < self.stages[0] and "forced" not in tokens.notes
         if tokens.rows is not None:
             prefix = 0 if self.halt_class else tokens.prefix
             limit = self._of_images(tokens, "threshold")
@@ -254,12 +260,14 @@ class AHT(Method):
             feature = torch.sub(wide(tap), plan - layer, alpha=self.follow)
             score = torch.sigmoid(torch.addcmul(self.beta, self.gamma, feature))
             total = before + score
-            keep = total < self.dialled(tokens, "threshold")
-            if not self.halt_class:
-                keep = keep | tokens.is_prefix
-            keep = tokens.decide(layer - 1, keep)
+            keep = None
+            if not early:
+                keep = total < self.dialled(tokens, "threshold")
+                if not self.halt_class:
+                    keep = keep | tokens.is_prefix
+                keep = tokens.decide(layer - 1, keep)
         tokens.notes["cumulative"] = total
-        return score, keep
+        return score, None if early else keep
 
     def _plan(self, layer: int, tokens: Tokens) -> dict[str, Tensor]:
         """Depths in [1, L], noted on the tokens."""
@@ -312,22 +320,8 @@ class AHT(Method):
         total = tokens.image_sum(weight)
         mean = tokens.image_sum(weight[..., None] * wide(tokens.x)) / total.clamp_min(1)[:, None]
         rest = tokens.notes["rest"] = old | chosen
-        self._replace(tokens, rest, tokens.per_image(mean), tokens.per_image(total))
+        tokens.stand_for(rest, tokens.per_image(mean), tokens.per_image(total))
         return keep | rest
-
-    def _bequeath(self, tokens: Tokens, keep: Tensor) -> None:
-        """Those who halt join the most alike patch that goes on; where none does they are gone."""
-        patch = tokens.counted & ~tokens.is_prefix
-        leaving = patch & ~keep
-        if not tokens.surely_none(leaving):
-            staying = patch & keep
-            mean, total = tokens.inherit(tokens.notes["standing_for"], staying, leaving)
-            self._replace(tokens, staying, mean, total)
-
-    def _replace(self, tokens: Tokens, who: Tensor, mean: Tensor, size: Tensor) -> None:
-        tokens.x = torch.where(who[..., None], mean.to(tokens.x.dtype), tokens.x)
-        size = tokens.notes["standing_for"] = torch.where(who, size, tokens.notes["standing_for"])
-        tokens.notes["key_bias"] = size.clamp_min(1).log()
 
     def _gate(self, tokens: Tokens, score: Tensor, keep: Tensor) -> Tensor | None:
         """Hard in value, with the gradient of the token's chance to come this far, prod (1 - h)."""
