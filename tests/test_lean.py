@@ -14,6 +14,7 @@ import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
 from dwindle.bench import forced_depths
 from dwindle.lean import Lean
+from dwindle.ops.heirs import hand_over, heirs, inherit
 from dwindle.ops.linear import available, linear, linear_ref
 from dwindle.ops.patches import cutting, embed_patches
 
@@ -121,6 +122,23 @@ def test_packed_weights_serve_any_number_of_rows(wide, out, bias):
         torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
     x = torch.randn(2, 5, wide)
     torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("stay", [[5], [1], [5, 1, 9, 4, 3], [0, 6]])
+def test_heirs_of_parted_rows(stay):
+    """Against the definition on padded images: some without a patch that stays, or with nobody at all."""
+    torch.manual_seed(0)
+    total, prefix = 9, 1
+    x, keys = torch.randn(len(stay), total, 16), torch.randn(len(stay), total, 4)
+    size = torch.randint(1, 4, (len(stay), total)).float()
+    keep = torch.arange(total) < torch.tensor(stay)[:, None]
+    patch = torch.arange(total) >= prefix
+    wanted, sizes = inherit(x, size, keys, keep & patch, ~keep & patch)
+    given = size.masked_fill(~patch, 0)  # no prefix token leaves here but where an image is gone
+    heir = heirs(keys[~keep], keys[keep], [total - n for n in stay], stay, prefix)
+    ours, its = hand_over(x[~keep], given[~keep], heir, x[keep], size[keep])
+    torch.testing.assert_close(ours, torch.where((keep & patch)[..., None], wanted, x)[keep])
+    assert torch.equal(its, torch.where(keep & patch, sizes, size)[keep])
 
 
 @pytest.mark.parametrize("size", [(32, 32), (37, 50)])

@@ -13,6 +13,7 @@ from conftest import METHODS, build, images_for
 from dwindle.methods import Method
 from dwindle.methods.aht import PRESETS
 from dwindle.methods.base import halting_distribution, halting_kl, normalised_gaussian
+from dwindle.tokens import Masked
 
 
 def algorithm_1(model: dwindle.AdaptiveViT, images: torch.Tensor):
@@ -325,19 +326,19 @@ def test_losses_when_nobody_is_left_at_the_first_stage():
         assert (packed == 0) == (halted_plans == "skip")
 
 
-def test_heirs_take_the_mean_of_those_who_join_them():
+def test_heirs_take_the_mean_of_those_who_join_them(monkeypatch):
     """At a stage, every halted patch joins the most alike one that goes on; against a loop over one image."""
     model = build("vit", dwindle.AHT(stages=(1,), budget=0.6, heirs="nearest"), torch.float64)
     images = images_for(model, 2, torch.float64)
     seen = {}
-    before = model.method._bequeath
+    before = Masked.bequeath
 
-    def spy(tokens, keep):
+    def spy(tokens, keep, prefix_stays):
         first = {"x": tokens.x.clone(), "keys": tokens.keys.clone(), "keep": keep.clone()}
-        before(tokens, keep)
+        before(tokens, keep, prefix_stays)
         seen.update(seen or first | {"after": tokens.x.clone(), "size": tokens.notes["standing_for"].clone()})
 
-    model.method._bequeath = spy
+    monkeypatch.setattr(Masked, "bequeath", spy)
     with torch.no_grad():
         model(images, layout="masked")
     for b in range(2):

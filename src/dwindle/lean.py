@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .backbones.base import Parts
+from .ops.heirs import hand_over, heirs
 from .ops.linear import linear
 from .tokens import Packed
 
@@ -38,6 +40,7 @@ def takes(images: Tensor) -> bool:
 @dataclass
 class Lean(Packed):
     apart: dict[nn.Module, Parts | None] = field(default_factory=dict)
+    bequeathing: bool = False  # those who stop now have heirs
 
     @staticmethod
     def begin(x_BND: Tensor, prefix: int, apart: dict[nn.Module, Parts | None]) -> Lean:
@@ -48,8 +51,8 @@ class Lean(Packed):
         parts = self.apart.get(block)
         if parts is None:
             return super().update(call, block)
-        x, tap = self._think(parts, self._attend(parts, self.x))
-        return replace(self, x=x, tap=tap)
+        self.x, self.tap = self._think(parts, self._attend(parts, self.x))
+        return self
 
     def _attend(self, parts: Parts, x_TD: Tensor) -> Tensor:
         """x plus its attention update."""
@@ -66,9 +69,34 @@ class Lean(Packed):
     def _think(self, parts: Parts, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
         """x plus its MLP's update, and the neuron that was asked for."""
         hidden = linear(parts.rise, _norm(parts.norm2, x_TD))
-        tap = None if self.tapped is None else hidden[:, self.tapped].clone()
+        tap = None if self.tapped is None else hidden.select(1, self.tapped).clone()
         update = linear(parts.fall, ACTIVATIONS[parts.act](hidden))
         return _added(x_TD, update, parts.scale2), tap
+
+    def linear(self, layer: nn.Linear, rows: Tensor) -> Tensor:
+        return linear(layer, rows)
+
+    def bequeath(self, keep: Tensor, prefix_stays: bool) -> None:
+        if not prefix_stays:
+            return super().bequeath(keep, prefix_stays)
+        self.bequeathing = True  # done in `move`, when it is known who stays and who not
+
+    def move(self, order: Tensor, count: int) -> Packed:
+        if self.bequeathing:
+            self.notes.pop("key_bias", None)  # it will be another
+        after = super().move(order, count)
+        if self.bequeathing:
+            assert self.keys is not None and "final" not in self.notes
+            keys, (_, lost) = self.keys.index_select(0, order), after.stopped[-1]
+            left = [before - now for before, now in zip(self.lengths, after.lengths)]
+            heir = heirs(keys[count:], keys[:count], left, after.lengths, self.prefix)
+            size, given = after.notes["standing_for"], self.notes["standing_for"].index_select(0, order[count:])
+            after.x, size = hand_over(lost, given, heir, after.x, size)
+            after.notes |= {"standing_for": size, "key_bias": size.log()}
+        return after
+
+    def forget(self) -> dict[str, Any]:
+        return super().forget() | {"bequeathing": False}
 
 
 def _norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .ops.attention import attend_gated, attend_masked, attend_packed, looked_at, looked_at_packed
-from .ops.heirs import inherit, inherit_rows
+from .ops.heirs import inherit
 from .ops.rows import Rows
 
 
@@ -61,6 +61,12 @@ class Tokens:
     listed: tuple[Tensor, Rows] | None = None  # who goes on and the list of them, where a kernel has made both
     compiling: bool = False  # this forward pass is one of many alike: compiling its parts pays
 
+    def changed(self, **values: Any) -> Self:
+        """A copy with other values: `dataclasses.replace`, which takes longer than a small block's arithmetic."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, **values)
+        return other
+
     def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Tokens:
         """Run a block on the live rows; `call` is its forward on a plain tensor."""
         raise NotImplementedError
@@ -77,6 +83,10 @@ class Tokens:
             return out[..., index].clone()  # a view would keep the whole hidden layer in memory
         bias = None if layer.bias is None else layer.bias[index : index + 1]
         return F.linear(x.detach(), layer.weight[index : index + 1], bias)[..., 0]
+
+    def linear(self, layer: nn.Linear, rows: Tensor) -> Tensor:
+        """A layer of the method's, where no gradient is asked for."""
+        return layer(rows)
 
     def per_image(self, values_B: Tensor) -> Tensor:
         """Values of the images, handed to their rows."""
@@ -112,9 +122,20 @@ class Tokens:
         """States and sizes of the rows after every leaving one has joined the staying one with the most alike key."""
         raise NotImplementedError
 
-    def surely_none(self, marked: Tensor) -> bool:
-        """No row is marked, and that is known without waiting for a GPU."""
-        return False
+    def bequeath(self, keep: Tensor, prefix_stays: bool) -> None:
+        """Patches that stop now join the one with the most alike key that goes on; where none does they are gone.
+
+        prefix_stays: `keep` lets all prefix tokens go on, now and at every block so far.
+        """
+        patch = self.counted & ~self.is_prefix
+        staying = patch & keep
+        self.stand_for(staying, *self.inherit(self.notes["standing_for"], staying, patch & ~keep))
+
+    def stand_for(self, who: Tensor, mean: Tensor, size: Tensor) -> None:
+        """These rows become the mean of so many, and are attended to as the many they stand for."""
+        self.x = torch.where(who[..., None], mean.to(self.x.dtype), self.x)
+        size = self.notes["standing_for"] = torch.where(who, size, self.notes["standing_for"])
+        self.notes["key_bias"] = size.clamp_min(1).log()
 
     def bequeath(self, keep: Tensor, prefix_stays: bool) -> None:
         """Patches that stop now join the one with the most alike key that goes on; where none does they are gone.
@@ -312,6 +333,7 @@ class Packed(Tokens):
     home: Tensor = None  # type: ignore[assignment]  # (T,) position b * N + n of each row, ascending
     lengths: list[int] = field(default_factory=list)  # live rows of each image
     stopped: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (home, value) of those who left
+    first: Tensor | None = None  # `is_prefix`, once somebody has asked for it
 
     @staticmethod
     def start(x_BND: Tensor, prefix: int) -> Packed:
@@ -320,7 +342,7 @@ class Packed(Tokens):
         return Packed(x_BND.flatten(0, 1), (images, count), prefix, home=home, lengths=[count] * images)
 
     def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Packed:
-        return replace(self, x=call(self.x[None])[0])
+        return self.changed(x=call(self.x[None])[0])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         if self.keeping_keys:
@@ -351,6 +373,10 @@ class Packed(Tokens):
             return torch.stack([part.sum(0) for part in rows.split(self.lengths)])
         return rows.new_zeros(self.shape[0], *rows.shape[1:]).index_add(0, self.image, rows)
 
+    def image_mean(self, rows: Tensor) -> Tensor:
+        count = torch.tensor([max(length, 1) for length in self.lengths], device=rows.device)
+        return self.image_sum(rows) / count[:, None]
+
     def rank(self, score: Tensor) -> Tensor:
         order = score.argsort(dim=-1, descending=True, stable=True)
         order = order[self.image[order].argsort(dim=-1, stable=True)]  # image after image, best first
@@ -371,13 +397,8 @@ class Packed(Tokens):
     def inherit(self, size: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
         assert self.keys is not None
         rows = (wide(self.x), size, self.keys.detach(), staying, leaving)
-        if not self.x.is_cuda:
-            return inherit_rows(*rows, self.lengths)
         mean, total = inherit(*(self.pad(row) for row in rows))
         return self.unpad(mean), self.unpad(total)
-
-    def surely_none(self, marked: Tensor) -> bool:
-        return not marked.is_cuda and not bool(marked.any())
 
     def pad(self, rows: Tensor) -> Tensor:
         images, longest = self.shape[0], max(self.lengths)
@@ -402,21 +423,24 @@ class Packed(Tokens):
         return logits.new_zeros(self.shape[0], logits.shape[-1]).index_copy(0, going, logits)
 
     def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Packed:
-        if keep is None or len(going := keep.nonzero()[:, 0]) == len(keep):
-            return replace(self, **self.forget())
-        leaving = (~keep).nonzero()[:, 0]
-        home = self.home.index_select(0, going)
+        if keep is None or (count := int(keep.count_nonzero())) == len(keep):
+            return self.changed(**self.forget())
+        return self.move(keep.argsort(descending=True, stable=True), count)
+
+    def move(self, order: Tensor, count: int) -> Packed:
+        """Only the first `count` rows of this order; the others are put aside."""
+        going = order[:count]
+        x, home = self.x.index_select(0, order), self.home.index_select(0, order)
+        value = x if self.value is self.x else self.value.index_select(0, order)
         one = self.shape[0] == 1
-        lengths = [len(home)] if one else torch.bincount(home // self.shape[1], minlength=self.shape[0]).tolist()
-        left = (self.home.index_select(0, leaving), self.value.index_select(0, leaving))
-        notes = {name: note.index_select(0, going) for name, note in self.notes.items()}
-        return replace(
-            self,
-            x=self.x.index_select(0, going),
-            notes=notes,
-            home=home,
+        lengths = [count] if one else torch.bincount(home[:count] // self.shape[1], minlength=self.shape[0]).tolist()
+        return self.changed(
+            x=x[:count],
+            notes={name: note.index_select(0, going) for name, note in self.notes.items()},
+            home=home[:count],
             lengths=lengths,
-            stopped=[*self.stopped, left],
+            stopped=[*self.stopped, (home[count:], value[count:])],
+            first=None if self.first is None else self.first.index_select(0, going),
             **self.forget(),
         )
 
@@ -434,6 +458,12 @@ class Packed(Tokens):
     def place(self) -> Tensor:
         return self.home % self.shape[1]
 
+    @property
+    def is_prefix(self) -> Tensor:
+        if self.first is None:
+            self.first = super().is_prefix
+        return self.first
+
 
 @cache
 def _compiled(function: Callable) -> Callable:
@@ -442,7 +472,7 @@ def _compiled(function: Callable) -> Callable:
 
 def wide(x: Tensor) -> Tensor:
     """At least float32: scores are added up and compared, which half precision is too coarse for."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype == torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _reorder(values: Tensor, order_BN: Tensor) -> Tensor:

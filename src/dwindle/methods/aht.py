@@ -69,8 +69,12 @@ class Planner(nn.Module):
         self.register_buffer("deviation", torch.ones(()))
 
     def forward(self, tokens: Tokens, x: Tensor) -> Tensor:
-        hidden = self.token(x) + tokens.per_image(self.context(tokens.image_mean(x)))
-        return wide(self.out(torch.relu(hidden))[..., 0])
+        context = tokens.per_image(self.context(tokens.image_mean(x)))
+        if torch.is_grad_enabled():
+            hidden = torch.relu(self.token(x) + context)
+        else:
+            hidden = tokens.linear(self.token, x).add_(context).relu_()
+        return wide(self.out(hidden)[..., 0])
 
     def standing(self, tokens: Tokens, x: Tensor) -> Tensor:
         """Where a token stands among all tokens of all images, with mean 0 and deviation 1: the least stop first.
@@ -222,6 +226,7 @@ class AHT(Method):
             tokens.notes["survival"] = zero + 1
         if self.heirs != "none":
             tokens.notes["standing_for"] = zero + 1  # how many tokens a row is the mean of
+        if self.heirs == "rest":
             tokens.notes["rest"] = zero.bool()  # it is the image's rest token
         tokens.keys_to_bequeath = self.heirs == "nearest"
         tokens.keeping_keys = self.heirs == "nearest" and self._may_halt(1)
@@ -233,18 +238,19 @@ class AHT(Method):
         score, keep = self._supervise(layer, tokens)
         record["score"] = score
         tokens.keeping_keys = self.heirs == "nearest" and self._may_halt(layer + 1)
-        if self.relative and layer < self.stages[0] and "forced" not in tokens.notes:
-            return Verdict(None, record=record)  # nobody was planned to stop yet, so there is nothing to mask
+        if keep is None:
+            return Verdict(None, record=record)
         if self.heirs == "rest" and "forced" not in tokens.notes and layer < self.shape.blocks:
             keep = self._take_along(tokens, keep)
         if self.heirs == "nearest" and self._may_halt(layer):
             tokens.bequeath(keep, prefix_stays=not (self.halt_class or "forced" in tokens.notes))
         return Verdict(keep, gate=self._gate(tokens, score, keep), record=record)
 
-    def _supervise(self, layer: int, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Section 3.3: scores, and who goes on by their sums."""
+    def _supervise(self, layer: int, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
+        """Section 3.3: scores, and who goes on by their sums; None: nobody was planned to stop yet."""
         tap, plan, before = tokens.tap, tokens.notes["plan"], tokens.notes["cumulative"]
         assert tap is not None
+        early = self.relative and layer < self.stages[0] and "forced" not in tokens.notes
         if tokens.rows is not None:
             prefix = 0 if self.halt_class else tokens.prefix
             limit = self._of_images(tokens, "threshold")
@@ -255,12 +261,14 @@ class AHT(Method):
             feature = torch.sub(wide(tap), plan - layer, alpha=self.follow)
             score = torch.sigmoid(torch.addcmul(self.beta, self.gamma, feature))
             total = before + score
-            keep = total < self.dialled(tokens, "threshold")
-            if not self.halt_class:
-                keep = keep | tokens.is_prefix
-            keep = tokens.decide(layer - 1, keep)
+            keep = None
+            if not early:
+                keep = total < self.dialled(tokens, "threshold")
+                if not self.halt_class:
+                    keep = keep | tokens.is_prefix
+                keep = tokens.decide(layer - 1, keep)
         tokens.notes["cumulative"] = total
-        return score, keep
+        return score, None if early else keep
 
     def _plan(self, layer: int, tokens: Tokens) -> dict[str, Tensor]:
         """Depths in [1, L], noted on the tokens."""

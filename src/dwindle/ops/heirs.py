@@ -23,25 +23,31 @@ def inherit(x: Tensor, size: Tensor, keys: Tensor, staying: Tensor, leaving: Ten
     return sums / total.clamp_min(1)[..., None], total
 
 
-def inherit_rows(
-    x: Tensor, size: Tensor, keys: Tensor, staying: Tensor, leaving: Tensor, lengths: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """`inherit` on rows (T, .), `lengths[i]` of them for image i; only those who leave are looked at."""
-    keys = F.normalize(keys.to(x.dtype), dim=-1)
-    who, heir, begin = [], [], 0
-    for length in lengths:
-        here = slice(begin, begin + length)
-        stay, leave = staying[here].nonzero()[:, 0], leaving[here].nonzero()[:, 0]
-        if len(stay) and len(leave):
-            mine = keys[here]
-            alike = mine.index_select(0, leave) @ mine.index_select(0, stay).T
-            who.append(begin + leave)
-            heir.append(begin + stay[alike.argmax(1)])
-        begin += length
-    if not who:
-        return x, size
-    from_, to = torch.cat(who), torch.cat(heir)
-    weight = size[from_]
-    total = size.index_add(0, to, weight)
-    sums = (x * size[:, None]).index_add(0, to, x.index_select(0, from_) * weight[:, None])
-    return sums / total[:, None], total
+def heirs(lost_LE: Tensor, keys_GE: Tensor, left: Sequence[int], stay: Sequence[int], prefix: int) -> Tensor:
+    """(L,) which of the staying rows inherits from each leaving one, by their keys; -1: its image has none.
+
+    left, stay: how many of the rows belong to image i. The first `prefix` of those who stay inherit nothing.
+    """
+    keys_GE = keys_GE / torch.linalg.vector_norm(keys_GE, dim=-1, keepdim=True).clamp_min_(1e-12)
+    if len(stay) == 1 and stay[0] > prefix:
+        return (lost_LE @ keys_GE[prefix:].T).argmax(1).add_(prefix)
+    found, begin = [], 0
+    for lost, keys in zip(lost_LE.split(list(left)), keys_GE.split(list(stay))):
+        if len(keys) > prefix:
+            found.append((lost @ keys[prefix:].T).argmax(1).add_(begin + prefix))
+        else:
+            found.append(torch.full((len(lost),), -1))
+        begin += len(keys)
+    return torch.cat(found)
+
+
+def hand_over(lost_LD: Tensor, given_L: Tensor, heir_L: Tensor, x_GD: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor]:
+    """The staying rows as means by size of themselves and what they inherit, and their sizes. May write to x."""
+    if len(x_GD) == 0:
+        return x_GD, size_G
+    if (none := heir_L < 0).any():
+        heir_L, given_L = heir_L.clamp_min(0), given_L.masked_fill(none, 0)
+    total = size_G.index_add(0, heir_L, given_L)
+    share = given_L / total.index_select(0, heir_L)
+    wide = x_GD.to(total.dtype).mul_((size_G / total)[:, None])
+    return wide.index_add_(0, heir_L, lost_LD * share[:, None]).to(x_GD.dtype), total

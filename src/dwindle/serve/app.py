@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -30,6 +31,7 @@ from .models import Served
 from .schema import ANSWER, BATCH, BATCH_BODY, ERRORS, EXPLAINED, HEALTH, IMAGE_BODY, MODELS, SAMPLES
 
 log = logging.getLogger("dwindle.serve")
+WORKERS = 4  # batches that may run at the same time on a CPU
 PAGE = {
     "": ("index.html", "text/html"),
     "app.js": ("app.js", "text/javascript"),
@@ -49,7 +51,9 @@ def create_app(models: Sequence[Served], limits: Limits | None = None, token: st
     limits = limits or Limits()
     by_name = {served.name: served for served in models}
     metrics = Metrics()
-    batcher = Batcher(limits, metrics.ran)
+    cores = torch.get_num_threads()
+    on_cpu = all(served.device.type == "cpu" for served in models)
+    batcher = Batcher(limits, metrics.ran, min(cores, WORKERS) if on_cpu else 1, cores)
     metrics.watch(lambda: batcher.admitted)
     decoding = ThreadPoolExecutor(max(os.cpu_count() or 1, 1), "dwindle-decode")
 
@@ -173,8 +177,8 @@ def create_app(models: Sequence[Served], limits: Limits | None = None, token: st
     @app.get("/healthz", responses=HEALTH)
     async def healthz() -> Response:
         """200 while requests are taken, 503 once the server is going down."""
-        going, alive = batcher.closing, batcher.thread.is_alive()
-        ok = alive and not going
+        going = batcher.closing
+        ok = batcher.alive and not going
         return JSONResponse({"status": "ok" if ok else "closing"}, 200 if ok else 503)
 
     @app.get("/metrics", dependencies=guarded, include_in_schema=False)

@@ -1,4 +1,4 @@
-"""Requests that wait together run together. One thread runs the models; everyone else hands it work.
+"""Requests that wait together run together. A few threads run the models; everyone else hands them work.
 
 An image's answer is the same alone or in company (the packed layout's law), so who shares a batch is free to choose.
 """
@@ -23,7 +23,7 @@ from .models import Served
 
 @dataclass
 class Job:
-    """An image to classify, or (`call`) anything else to be done in the thread of the models."""
+    """An image to classify, or (`call`) anything else to be done in a thread of the models."""
 
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future
@@ -55,16 +55,28 @@ class Job:
 
 
 class Batcher:
-    """A bounded queue and the thread that empties it."""
+    """A bounded queue and the threads that empty it.
 
-    def __init__(self, limits: Limits, ran: Callable[[int, float], None] | None = None) -> None:
-        self.limits, self.ran = limits, ran
+    Batches that run at the same time share the cores: one core each wastes none of it waiting for another.
+    """
+
+    def __init__(
+        self, limits: Limits, ran: Callable[[int, float], None] | None = None, workers: int = 1, cores: int = 1
+    ) -> None:
+        self.limits, self.ran, self.cores = limits, ran, cores
         self.jobs: deque[Job] = deque()
         self.wake = threading.Condition()
         self.closing = False
         self.admitted = 0  # images accepted and not yet answered
-        self.thread = threading.Thread(target=self._work, name="dwindle-models", daemon=True)
-        self.thread.start()
+        self.busy = 0  # batches that run now
+        named = [f"dwindle-models-{number}" for number in range(workers)]
+        self.threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in named]
+        for thread in self.threads:
+            thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return all(thread.is_alive() for thread in self.threads)
 
     def admit(self, images: int) -> None:
         """Before anything is decoded. Each image admitted must be `dismiss`ed, whatever becomes of it."""
@@ -98,35 +110,53 @@ class Batcher:
         """Finish what was accepted, then stop."""
         with self.wake:
             self.closing = True
-            self.wake.notify()
-        self.thread.join(self.limits.seconds)
+            self.wake.notify_all()
+        end = time.monotonic() + self.limits.seconds
+        for thread in self.threads:
+            thread.join(max(end - time.monotonic(), 0))
 
     def _work(self) -> None:
         while batch := self._next():
             begin = time.monotonic()
+            torch.set_num_threads(max(self.cores // self.busy, 1))
             self._run(batch)
+            with self.wake:
+                self.busy -= 1
             if self.ran:
                 self.ran(len(batch), time.monotonic() - begin)
 
     def _next(self) -> list[Job]:
         with self.wake:
-            while not self.jobs and not self.closing:
-                self.wake.wait()
-            if not self.jobs:
-                return []
-            first = self.jobs[0]
-            end = first.arrived + self.limits.linger
-            while len(self.jobs) < self.limits.batch and not self.closing and (left := end - time.monotonic()) > 0:
-                self.wake.wait(left)
-            first = self.jobs.popleft()
-            if first.key is None:
-                return [first]
-            batch, others = [first], list[Job]()
-            while self.jobs and len(batch) < self.limits.batch:
-                job = self.jobs.popleft()
-                (batch if job.key == first.key else others).append(job)
-            self.jobs.extendleft(reversed(others))
-            return batch
+            while not self.closing or self.jobs:
+                if not self.jobs:
+                    self.wake.wait()
+                elif (left := self._linger()) > 0:
+                    self.wake.wait(left)  # then look again: another thread may have taken them
+                else:
+                    self.busy += 1
+                    batch = self._take()
+                    if self.jobs:
+                        self.wake.notify()  # enough for another thread
+                    return batch
+            return []
+
+    def _linger(self) -> float:
+        """Seconds that the first still waits for company."""
+        if len(self.jobs) >= self.limits.batch or self.closing:
+            return 0.0
+        return self.jobs[0].arrived + self.limits.linger - time.monotonic()
+
+    def _take(self) -> list[Job]:
+        """The first, and those after it that can share its batch."""
+        first = self.jobs.popleft()
+        if first.key is None:
+            return [first]
+        batch, others = [first], list[Job]()
+        while self.jobs and len(batch) < self.limits.batch:
+            job = self.jobs.popleft()
+            (batch if job.key == first.key else others).append(job)
+        self.jobs.extendleft(reversed(others))
+        return batch
 
     def _run(self, batch: list[Job]) -> None:
         batch = [job for job in batch if not job.future.done()]

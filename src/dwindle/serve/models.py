@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,7 @@ class Served:
     def __init__(self, name: str, model: AdaptiveViT, points: int = POINTS) -> None:
         """The model stays where it is, on a CPU or a GPU."""
         self.name, self.model = name, model.eval()
+        self.turning = threading.Lock()
         self.device = next(model.parameters()).device
         self.preprocess = preprocess_of(model)
         self.classes = class_names(model)
@@ -69,10 +71,12 @@ class Served:
         images = self.preprocess.normalised(pixels.to(self.device))
         if self.model.method.dial_per_image and self.trained is not None:
             return self.model(images, dial=torch.tensor(dials, dtype=torch.float32))
-        if self.trained is not None:
-            assert dials[0] is not None
+        if self.trained is None:
+            return self.model(images)
+        assert dials[0] is not None
+        with self.turning:  # the model has one setting at a time
             turn(self.model, dials[0])
-        return self.model(images)
+            return self.model(images)
 
     def prepare(self, photo: Image.Image) -> Tensor:
         """Without a calculation of torch's: it runs beside the models, whose threads would wait for this one's."""
