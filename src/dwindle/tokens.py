@@ -137,23 +137,6 @@ class Tokens:
         size = self.notes["standing_for"] = torch.where(who, size, self.notes["standing_for"])
         self.notes["key_bias"] = size.clamp_min(1).log()
 
-    def bequeath(self, keep: Tensor, prefix_stays: bool) -> None:
-        """Patches that stop now join the one with the most alike key that goes on; where none does they are gone.
-
-        prefix_stays: `keep` lets all prefix tokens go on, now and at every block so far.
-        """
-        patch = self.counted & ~self.is_prefix
-        leaving = patch & ~keep
-        if not self.surely_none(leaving):
-            staying = patch & keep
-            self.stand_for(staying, *self.inherit(self.notes["standing_for"], staying, leaving))
-
-    def stand_for(self, who: Tensor, mean: Tensor, size: Tensor) -> None:
-        """These rows become the mean of so many, and are attended to as the many they stand for."""
-        self.x = torch.where(who[..., None], mean.to(self.x.dtype), self.x)
-        size = self.notes["standing_for"] = torch.where(who, size, self.notes["standing_for"])
-        self.notes["key_bias"] = size.clamp_min(1).log()
-
     @property
     def padding(self) -> Tensor:
         """(B, n) bool: which entries of a padded tensor are live rows."""
