@@ -52,7 +52,7 @@ def bequeath_rows(
     images, tokens, width = x_BND.shape
     heir = torch.empty(images * tokens, dtype=torch.int32, device=x_BND.device)
     # Few images want many programs; more read what they compare with less often in large tiles.
-    tile = 16 if interpreted() or images <= 16 else 64
+    tile = 16 if interpreted() or images <= 16 else 32
     other = 16 if interpreted() else 64
     how: dict[str, Any] = {"PRECISION": precision(x_BND), **overlapping(x_BND, len(heir))}
     kernels().find_heirs_kernel[(-(-tokens // tile), images)](

@@ -394,12 +394,8 @@ def linear_tile(rows: int, out: int, inner: int, dtype: torch.dtype) -> Tile:
 
 
 def _dividing(tile: Tile, inner: int) -> Tile:
-    """The tile with a depth that divides the layer's. Where none does, loads are masked, which in tiles of 64 rows with
-    a LayerNorm on the way came out wrong on an H200 (Triton 3.6): there tiles are small."""
-    for k in (128, 64, 32, 16):
-        if k <= tile.k and inner % k == 0:
-            return tile._replace(k=k)
-    return tile if tile.persistent else Tile(32, 32, 32, 4, min(tile.stages, 4))
+    """The tile with a depth that divides the layer's, where one does: then no load is masked."""
+    return next((tile._replace(k=k) for k in (128, 64, 32, 16) if k <= tile.k and inner % k == 0), tile)
 
 
 def norm_tile(rows: int) -> Tile:
