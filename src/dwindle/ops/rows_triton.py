@@ -142,8 +142,8 @@ def linear_kernel(
             wide = a.to(tl.float32)
             first += tl.sum(wide, 1)
             second += tl.sum(wide * wide, 1)
-            # A use that has the product wait for its end. `a` is read by it and by the sums: for such a tile Triton (3.6)
-            # counts one buffer too few, and would fill it anew while the product may still read it.
+            # A use for which the product must have ended. `a` is read by it and by the sums: for such a tile Triton
+            # (3.6) counts one buffer too few, and would fill it anew while the product may still read it.
             acc = tl.where(live > 0, acc, 0.0)
         a_at += BK
         w_at += BK
