@@ -209,6 +209,20 @@ def test_saving_less_often_loses_no_more_than_asked(data, tmp_path):
     assert saved == [False, True, True]
 
 
+def test_packed_training_is_masked_training(data, tmp_path):
+    losses = []
+    for layout in ("masked", "packed"):
+        recipe = small(method="TopK", method_options={"stages": (2, 3), "budget": 0.7}, layout=layout)
+        losses.append([numbers["total"] for numbers in Run(recipe, data, tmp_path / layout, device="cpu").epochs()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    with pytest.raises(dwindle.DwindleError, match="layout='masked'"):
+        list(Run(small(layout="packed"), data, tmp_path / "gates", device="cpu").epochs())
+    with pytest.raises(dwindle.DwindleError, match="layout"):
+        small(layout="loose").check()
+    with pytest.raises(dwindle.DwindleError, match="layout=masked"):
+        small(layout="packed", compile=True).check()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("method", ["AHT", "AViT", "Static", "DynamicViT", "TopK"])
 def test_a_recorded_step_is_the_eager_one(method, data, tmp_path):

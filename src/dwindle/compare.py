@@ -35,7 +35,7 @@ from .train.state import STATE
 
 STATIC = "static"
 # Settings that say where and how often, not what: two results may differ in them and still be comparable.
-INCIDENTAL = ("weights", "save_every", "eval_every", "workers", "compile", "resident", "parallel")
+INCIDENTAL = ("weights", "save_every", "eval_every", "workers", "compile", "resident", "parallel", "layout")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .errors import DwindleError
 from .ops.attention import attend_gated, attend_masked, attend_packed, looked_at, looked_at_packed
 from .ops.heirs import inherit
 from .ops.rows import Rows
@@ -406,6 +407,11 @@ class Packed(Tokens):
         return logits.new_zeros(self.shape[0], logits.shape[-1]).index_copy(0, going, logits)
 
     def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Packed:
+        if gate is not None and torch.is_grad_enabled():
+            raise DwindleError(
+                "This method learns through gates on its decisions, which a pack of live rows cannot carry; train it "
+                "with layout='masked'."
+            )
         if keep is None or (count := int(keep.count_nonzero())) == len(keep):
             return self.changed(**self.forget())
         return self.move(keep.argsort(descending=True, stable=True), count)

@@ -113,7 +113,8 @@ class Run:
         if self.recipe.compile is not None:
             return self.recipe.compile
         images = self.recipe.epochs * self.steps_per_epoch * self.batch
-        able = self.device.type == "cuda" and not self.sharded and importlib.util.find_spec("triton") is not None
+        able = self.device.type == "cuda" and not self.sharded and self.recipe.layout == "masked"
+        able = able and importlib.util.find_spec("triton") is not None
         return able and images >= WORTH_COMPILING
 
     def _teacher(self, vit: nn.Module, method: Method) -> AdaptiveViT | None:

@@ -14,6 +14,7 @@ from ..errors import DwindleError, unknown
 from ..methods import Method
 from ..methods.base import require
 from ..model import DISTILLATIONS
+from ..tokens import LAYOUTS
 
 PARALLELS = ("ddp", "fsdp")
 
@@ -39,6 +40,7 @@ class Recipe:
     ema: float = 0.0  # decay of the average of the weights that is evaluated and saved; 0: no average
     freeze_backbone: bool = False
     amp: bool = True  # bf16 autocast on a GPU
+    layout: str = "masked"  # 'packed': only live tokens are computed; for methods whose decisions are hard in training
     compile: bool | None = None  # None: on a GPU, when the run is long enough to win the time back
     accumulate: int = 1  # micro-batches a batch is cut into
     parallel: str = "ddp"  # under torchrun: 'ddp', or 'fsdp' to spread the weights of a large backbone
@@ -75,9 +77,13 @@ class Recipe:
             require(getattr(self, name) >= low, f"{name} = {getattr(self, name)}", f"it must be at least {low}")
         for name in ("smoothing", "ema", "min_scale", "mix_prob", "jitter"):
             require(0 <= getattr(self, name) <= 1, f"{name} = {getattr(self, name)}", "it must lie between 0 and 1")
-        for name, known in (("distill", DISTILLATIONS), ("parallel", PARALLELS)):
+        for name, known in (("distill", DISTILLATIONS), ("parallel", PARALLELS), ("layout", tuple(LAYOUTS))):
             if getattr(self, name) not in known:
                 raise unknown(name, getattr(self, name), known)
+        packed = self.layout == "packed"
+        require(
+            not (packed and self.compile), "compile = True", "packed rows are of any number; train with layout=masked"
+        )
         mixes = bool(self.mixup or self.cutmix)
         require(not (mixes and self.batch % 2), f"batch = {self.batch}", "mixup pairs images, so it must be even")
         if self.augment is not None:

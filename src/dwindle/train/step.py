@@ -33,7 +33,7 @@ class Lesson(nn.Module):
         model, teacher = self.model, self.teacher[0]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.amp and self.device.type == "cuda"):
             with self._fast(model):
-                out = model(x)
+                out = model(x, layout=self.recipe.layout)
             taught = None
             if teacher is not None:
                 with torch.no_grad(), self._fast(teacher):
