@@ -162,3 +162,15 @@ def test_the_engine_keeps_few_recordings_and_follows_the_model(place, monkeypatc
         engine(images * torch.nan)
     with pytest.raises(dwindle.DwindleError, match="do not fit"):
         engine(images[:, :1])
+
+
+def test_calls_with_and_without_inference_mode_share_a_recording(place):
+    model = build("vit", METHODS["AHT"]()).eval().to(place)
+    images, engine = images_for(model, 4).to(place), Engine(model)
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            same(engine(images.clone()), model(images, layout="packed"), 2e-4)
+    made = Recording(model, prepared(model), images, None, None, None, threading.Lock())
+    for mode, count in ((torch.inference_mode, 2), (torch.no_grad, 3)):
+        with mode():
+            same(made(images[:count]), model(images[:count], layout="packed"), 2e-4)
