@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -15,6 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import dwindle
+from dwindle.engine import graph, recording
 from dwindle.methods import Method
 from dwindle.methods.act import ACT
 from dwindle.methods.confidence import Confidence
@@ -28,6 +30,19 @@ from dwindle.methods.topk import TopK
 torch.set_num_threads(1)  # two test processes share two cores, and the models are tiny
 SIZE = 32
 TINY = {"img_size": SIZE, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 5}
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """Where recordings are tried: a GPU; where there is none, one is played by doing again what was recorded."""
+    # Always the recording, whatever is faster here.
+    monkeypatch.setattr("dwindle.bench.milliseconds", lambda calls, seconds, device: [[i] for i, _ in enumerate(calls)])
+    if torch.cuda.is_available():
+        return "cuda"
+    monkeypatch.setattr(recording, "captured", lambda call, pool=None: (call(), SimpleNamespace(replay=call))[1])
+    monkeypatch.setattr(graph, "available", lambda images: True)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return "cpu"
 
 
 def _hf(kind: str, config: str, **options) -> nn.Module:

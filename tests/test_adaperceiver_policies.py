@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dwindle
 from dwindle.adaperceiver import figures
@@ -59,6 +60,43 @@ def test_exit_of_the_grid_is_the_models(seen):
     assert torch.equal(macs, model.macs(out.trace))
     depths = rules.exits(found, threshold, picked)
     assert torch.equal(depths, out.trace.depth.amax(-1)) and len(depths.unique()) > 1
+
+
+@pytest.mark.parametrize("outputs", ["class", "dense"])
+def test_images_that_are_done_leave(outputs, monkeypatch):
+    """A block computes only those that go on; the host waits once a depth, where confidences decide, and else never."""
+    model, x = tiny(outputs=outputs), images(12)
+    batches, waits, tolist = [], [], torch.Tensor.tolist
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, given, out: batches.append(len(out)))
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (waits.append(0), tolist(self))[1])
+    depth = [1, 3, 2, 4] * 3
+    with Sizes() as sizes:
+        out = model(x, depth=depth)
+    assert batches == [12, 9, 6, 3] and not waits and not sizes.found
+    for i in range(12):
+        torch.testing.assert_close(out.logits[i], model.run(x[i : i + 1], depth=depth[i]).logits[0])
+        torch.testing.assert_close(out.features[i], model.run(x[i : i + 1], depth=depth[i]).features[0])
+    if outputs == "class":
+        threshold = float(model.every(x)[:-1, -1].softmax(-1).amax(-1).median())
+        batches.clear()
+        with Sizes() as sizes:
+            out = model(x, exit=threshold)
+        assert batches == out.trace.counts.count_nonzero(-1).numpy().tolist() and len(set(batches)) > 2
+        assert len(waits) == 3 and not sizes.found
+
+
+class Sizes(TorchDispatchMode):
+    """Finds operations that read their output's size, or a number, off the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select"):
+            self.found.append(func)
+        return func(*args, **kwargs or {})
 
 
 def test_oracle_is_the_bound(seen):

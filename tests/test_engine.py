@@ -2,14 +2,13 @@
 
 import copy
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
-from dwindle.engine import graph, recording
+from dwindle.engine import graph
 from dwindle.engine.graph import Engine, prepared
 from dwindle.engine.live import Live
 from dwindle.engine.recording import Recording, everyone
@@ -31,19 +30,6 @@ def same(ours, theirs, tolerance):
 def live(model):
     ready = prepared(model)
     return lambda x, prefix: Live.begin(x, prefix, ready, *everyone(*x.shape[:2], x.device))
-
-
-@pytest.fixture
-def place(monkeypatch):
-    """Where recordings are tried: a GPU; where there is none, one is played by doing again what was recorded."""
-    # Always the recording, whatever is faster here.
-    monkeypatch.setattr("dwindle.bench.milliseconds", lambda calls, seconds, device: [[i] for i, _ in enumerate(calls)])
-    if torch.cuda.is_available():
-        return "cuda"
-    monkeypatch.setattr(recording, "captured", lambda call, pool=None: (call(), SimpleNamespace(replay=call))[1])
-    monkeypatch.setattr(graph, "available", lambda images: True)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    return "cpu"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -176,3 +162,15 @@ def test_the_engine_keeps_few_recordings_and_follows_the_model(place, monkeypatc
         engine(images * torch.nan)
     with pytest.raises(dwindle.DwindleError, match="do not fit"):
         engine(images[:, :1])
+
+
+def test_calls_with_and_without_inference_mode_share_a_recording(place):
+    model = build("vit", METHODS["AHT"]()).eval().to(place)
+    images, engine = images_for(model, 4).to(place), Engine(model)
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            same(engine(images.clone()), model(images, layout="packed"), 2e-4)
+    made = Recording(model, prepared(model), images, None, None, None, threading.Lock())
+    for mode, count in ((torch.inference_mode, 2), (torch.no_grad, 3)):
+        with mode():
+            same(made(images[:count]), model(images[:count], layout="packed"), 2e-4)

@@ -6,14 +6,17 @@ B images, N latent tokens, P input tokens, G granularities read out together, D 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Turn = tuple[Tensor, Tensor]  # cosines and sines (N, K / 2)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+ANY_BATCH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
 def turns(tokens: int, head_size: int, theta: float, like: Tensor) -> Turn:
@@ -83,6 +86,12 @@ def attention(kind: str, ends: tuple[int, ...], device: torch.device) -> Attend:
 
     blocks = create_block_mask(may_look, None, None, ends[-1], ends[-1], device=str(device))
     return partial(torch.compile(flex_attention, dynamic=False), block_mask=blocks)
+
+
+def any_batch(shrinks: bool) -> AbstractContextManager[None]:
+    """Within, a batch may shrink from block to block. cuDNN's attention, torch's first choice on Hopper, builds a plan
+    for each size of batch it meets; each takes longer than all the blocks."""
+    return sdpa_kernel(list(ANY_BATCH)) if shrinks else nullcontext()
 
 
 @cache

@@ -6,9 +6,9 @@ B images, P input tokens, N latents, G granularities, L blocks, D width. Encode 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from ..errors import DwindleError, unknown
 from ..model import Output
 from ..ops.patches import embed_patches
-from ..tokens import Where
 from ..trace import Trace
-from .blocks import Attend, Block, MatFFN, Read, Turn, Write, attention, fastest, numbers, steps, turns
+from .blocks import Attend, Block, MatFFN, Read, Turn, Write, any_batch, attention, fastest, numbers, steps, turns
 from .cost import setting_macs, trace_macs
+from .settings import Choice, check, settings, trace_of
+
+if TYPE_CHECKING:
+    from .recorded import Recorder
 
 OUTPUTS, HEADS = ("class", "dense"), ("linear", "mlp")
 PRESETS: dict[str, dict[str, Any]] = {
@@ -48,7 +51,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "layer_scale": 0.5,
     },
 }
-Choice = int | Sequence[int] | Tensor | None
 
 
 @dataclass
@@ -114,6 +116,7 @@ class AdaPerceiver(nn.Module):
         self.tokens, self.widths, self.rope_theta, self.outputs = tokens, widths, rope_theta, outputs
         self.attention: str | None = None  # 'steps', 'mask' or 'flex'; None: the fastest on this machine
         self.extra: dict[str, Any] = {}
+        self._recorder: Recorder | None = None
 
         self.patch_embed = nn.Conv2d(channels, width, patch, patch)
         self.position = nn.Parameter(torch.empty(1, self.patches(), width))
@@ -180,33 +183,63 @@ class AdaPerceiver(nn.Module):
     ) -> Output:
         """Each setting is one number, or one per image. exit: leave where the answer's confidence reaches it.
 
-        Images are grouped by tokens and width, which are sliced; in a group those that are done leave. So no image's
-        result depends on another's.
+        On a GPU, in eval and without gradients, one setting for all images is `run` as a CUDA graph.
         """
-        self._check(images, exit)
+        one = exit is None and all(given is None or isinstance(given, int) for given in (tokens, depth, width))
+        if one and images.is_cuda and not (self.training or torch.is_grad_enabled()):
+            from .recorded import records
+
+            if records(images):
+                (t,), (d,), (w,) = settings(self, tokens, depth, width, 1)
+                return self.recorder(images, t, d, w)
+        return self.run(images, tokens, depth, width, exit)
+
+    @property
+    def recorder(self) -> Recorder:
+        """What keeps this network's CUDA graphs; made when first asked for."""
+        from .recorded import Recorder
+
+        if self._recorder is None:
+            self._recorder = Recorder(self)
+        return self._recorder
+
+    def run(
+        self,
+        images: Tensor,
+        tokens: Choice = None,
+        depth: Choice = None,
+        width: Choice = None,
+        exit: float | None = None,
+    ) -> Output:
+        """`forward`, eager. Images are grouped by tokens and width, which are sliced; in a group those that are done
+        leave. So no image's result depends on another's.
+        """
+        check(self, images, exit)
         count = len(images)
-        t_B = self._chosen("tokens", tokens, count, self.tokens[-1])
-        d_B = self._chosen("depth", depth, count, self.depth)
-        w_B = self._chosen("width", width, count, self.width)
+        t_B, d_B, w_B = settings(self, tokens, depth, width, count)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for i, setting in enumerate(zip(t_B, w_B)):
+            groups.setdefault(setting, []).append(i)
         patches = self.embed(images)
         left: list[int] = []  # images in the order in which they leave
         logits: list[Tensor] = []
         features: list[Tensor] = []
         stopped, reads = d_B.copy(), torch.zeros(self.depth, count, dtype=torch.bool)
-        for t, w in sorted(set(zip(t_B, w_B))):
-            rows = [i for i in range(count) if (t_B[i], w_B[i]) == (t, w)]
-            mine = patches if len(rows) == count else patches[rows]
-            for depth_done, some, answer, feature in self._group(mine, rows, d_B, t, w, exit, reads):
-                left += some
-                logits.append(answer)
-                features.append(feature)
-                for i in some:
-                    stopped[i] = depth_done
-        trace = self._trace(images, t_B, stopped, w_B, reads)
+        shrinks = exit is not None or len(groups) > 1 or len(set(d_B)) > 1
+        with any_batch(shrinks and images.is_cuda):
+            for (t, w), rows in sorted(groups.items()):
+                mine = patches if len(rows) == count else patches.index_select(0, on(images.device, rows))
+                for depth_done, some, answer, feature in self._group(mine, rows, d_B, t, w, exit, reads):
+                    left += some
+                    logits.append(answer)
+                    features.append(feature)
+                    for i in some:
+                        stopped[i] = depth_done
+        trace = trace_of(self, images, t_B, stopped, w_B, reads)
         if len(logits) == 1:
             return Output(logits[0], trace, features[0])
-        back = torch.tensor(left, device=images.device).argsort()
-        return Output(torch.cat(logits)[back], trace, torch.cat(features)[back])
+        back = on(images.device, sorted(range(count), key=left.__getitem__))
+        return Output(torch.cat(logits).index_select(0, back), trace, torch.cat(features).index_select(0, back))
 
     def _group(
         self,
@@ -217,36 +250,50 @@ class AdaPerceiver(nn.Module):
         w: int,
         exit: float | None,
         reads: Tensor,
-    ) -> Any:
+    ) -> Iterator[tuple[int, list[int], Tensor, Tensor]]:
         """Run images of one token count and width; yields (depth, images, answers, output tokens) as they leave.
 
-        reads: (L, B) takes note of who was read out at which depth.
+        reads: (L, B) takes note of who was read out at which depth. The host waits for the device once a depth, where
+        confidences decide; those that go on are one selection.
         """
         turn, attend = self._prepare(t, patches)
         table = self.write.table(self.output, turn) if self.outputs == "class" else None
         z = self.read.latents(self.latent, patches, turn)  # (B, N, D)
+
+        def read_out(at: int, who: Tensor | None, rows: list[int]) -> tuple[Tensor, Tensor]:
+            reads[at - 1, rows] = True
+            feature = self._written(picked(z, who), self._asking(patches, who), turn, table)
+            return self._answer(feature), feature
+
         for at, block in enumerate(self.blocks, 1):
             z = block(z, turn, attend, self.hidden(w))
             due = [d_B[i] <= at for i in rows]
             if exit is None and not any(due):
                 continue
-            whole = exit is not None or all(due)  # else only those that leave are read out
-            feature = self._written(z if whole else z[due], patches if whole else patches[due], turn, table)
-            answer = self._answer(feature)
-            reads[at - 1, rows if whole else [i for i, leaves in zip(rows, due) if leaves]] = True
-            if exit is not None:
-                sure = answer.float().softmax(-1).amax(-1) >= exit
-                due = [asked or done for asked, done in zip(due, sure.tolist())]
+            if exit is not None:  # everyone is read out
+                answer, feature = read_out(at, None, rows)
                 if not all(due):
-                    answer, feature = answer[due], feature[due]
-            if any(due):
-                yield at, [i for i, leaves in zip(rows, due) if leaves], answer, feature
-            if all(due):
+                    sure = (answer.float().softmax(-1).amax(-1) >= exit).tolist()  # the one wait
+                    due = [asked or done for asked, done in zip(due, sure)]
+            gone = [n for n, leaves in enumerate(due) if leaves]
+            stay = [n for n, leaves in enumerate(due) if not leaves]
+            if not gone:
+                continue
+            leaving, staying = on(z.device, gone + stay).split([len(gone), len(stay)]) if stay else (None, None)
+            some = [rows[n] for n in gone]
+            if exit is None:  # only those that leave are read out
+                answer, feature = read_out(at, leaving, some)
+            else:
+                answer, feature = picked(answer, leaving), picked(feature, leaving)
+            yield at, some, answer, feature
+            if not stay:
                 return
-            if any(due):
-                stay = [not leaves for leaves in due]
-                rows = [i for i, stays in zip(rows, stay) if stays]
-                z, patches = z[stay], patches[stay]
+            rows = [rows[n] for n in stay]
+            z, patches = picked(z, staying), self._asking(patches, staying)
+
+    def _asking(self, patches: Tensor, who: Tensor | None) -> Tensor:
+        """The patches of these images, where answers are read out by patch; else none of them is needed any more."""
+        return patches if self.outputs == "class" else picked(patches, who)
 
     def _prepare(self, tokens: int, patches: Tensor) -> tuple[Turn, Attend]:
         """RoPE's angles and the attention for this many latents."""
@@ -302,7 +349,7 @@ class AdaPerceiver(nn.Module):
     @torch.no_grad()
     def every(self, images: Tensor, width: int | None = None) -> Tensor:
         """(L, G, B, classes): the answer at each depth and trained granularity, out of one run (C.4)."""
-        (w,) = self._chosen("width", width, 1, self.width)
+        _, _, (w,) = settings(self, None, None, width, 1)
         patches = self.embed(images)
         turn, attend = self._prepare(self.tokens[-1], patches)
         table = self.write.table(self.output, turn) if self.outputs == "class" else None
@@ -313,20 +360,6 @@ class AdaPerceiver(nn.Module):
             z = block(z, turn, attend, self.hidden(w))
             found.append(self._answer(self._written(z, patches, turn, table, grains).transpose(0, 1)))
         return torch.stack(found)
-
-    def _trace(self, images: Tensor, t_B: list[int], d_B: list[int], w_B: list[int], reads: Tensor) -> Trace:
-        """Latents have no place in the image: the trace's grid is one row of them."""
-        count, largest = len(t_B), max(t_B)
-        trace = Trace((count, largest), 0, (1, largest), self.depth)
-        here = torch.arange(largest) < torch.tensor(t_B)[:, None]  # (B, N)
-        widths = torch.tensor(w_B, dtype=torch.float32)[:, None].expand(count, largest)
-        patches = torch.full((count, largest), float(self.patches((images.shape[-2], images.shape[-1]))))
-        depths = torch.tensor(d_B)[:, None]
-        for at in range(1, max(d_B) + 1):
-            live, read = here & (depths >= at), reads[at - 1, :, None].float().expand(count, largest)
-            trace.lives.append(Where((count, largest), live_BN=live))
-            trace.values.append({"width": widths, "read": read, "patches": patches})
-        return trace
 
     def unwrap(self) -> nn.Module:
         raise DwindleError("an AdaPerceiver is a network of its own, with no transformer in it to unwrap.")
@@ -342,40 +375,19 @@ class AdaPerceiver(nn.Module):
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Refuse numbers of tokens that this network does not take."""
-        self._chosen("tokens", tokens, len(tokens), 0)
-
-    def _chosen(self, name: str, given: Choice, count: int, default: int) -> list[int]:
-        """One number per image."""
-        if given is None:
-            return [default] * count
-        if isinstance(given, Tensor):
-            given = given.tolist()
-        values: list[Any] = list(given) if isinstance(given, Sequence) else [given] * count
-        if len(values) != count:
-            raise DwindleError(f"{name} has {len(values)} values for {count} images; give one, or one per image.")
-        most = {"tokens": 4 * self.tokens[-1], "depth": self.depth}.get(name, 0)
-        for value in set(values):
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if name == "width" and not (whole and value in self.widths):
-                allowed = ", ".join(map(str, self.widths))
-                raise DwindleError(f"width = {value}: this network was trained with the widths {allowed}; choose one.")
-            if name != "width" and not (whole and 1 <= value <= most):
-                raise DwindleError(f"{name} = {value}: this network takes a whole number from 1 to {most}.")
-        return values
-
-    def _check(self, images: Tensor, exit: float | None) -> None:
-        sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == self.channels
-        if not sized or any(not side or side % self.patch for side in images.shape[-2:]):
-            raise DwindleError(
-                f"Images of shape {tuple(images.shape)} do not fit this network; it takes (batch, {self.channels}, "
-                f"height, width) with sides that are multiples of {self.patch}, trained at {self.image}; resize them."
-            )
-        if exit is not None and not 0 < exit <= 1:
-            raise DwindleError(f"exit = {exit}: it is the confidence at which an image leaves, in (0, 1].")
-        if exit is not None and self.outputs != "class":
-            raise DwindleError("exit asks for the confidence of one answer; a dense network has one per patch.")
+        settings(self, tokens, None, None, len(tokens))
 
 
 def _rising(values: tuple[int, ...]) -> bool:
     whole = all(isinstance(v, int) and v >= 1 for v in values)
     return bool(values) and whole and list(values) == sorted(set(values))
+
+
+def on(device: torch.device, rows: list[int]) -> Tensor:
+    """A list of rows on the device. From pinned memory it gets there without waiting for what is under way."""
+    here = torch.tensor(rows)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+
+
+def picked(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)

@@ -7,22 +7,18 @@ that asks the host) or does not pay (measured once for each size) runs as the ea
 from __future__ import annotations
 
 import logging
-import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from ..model import Output
 from ..ops.rows import ACTIVATIONS, available
 from ..tokens import Packed
 from .block import Ready
+from .keep import GRAPHS, Keeper, Watch, refusals
 from .recording import Recording
 
 if TYPE_CHECKING:
@@ -30,40 +26,24 @@ if TYPE_CHECKING:
 
 Path = Callable[[Tensor, "Tensor | None", "Tensor | None"], Output]
 log = logging.getLogger("dwindle")
-GRAPHS = 8  # kept at once, the latest used
 
 
-class Engine:
+class Engine(Keeper["AdaptiveViT"]):
     def __init__(self, model: AdaptiveViT) -> None:
-        self._model = weakref.ref(model)  # the model owns its engine
+        super().__init__(model)
         self._paths: OrderedDict[tuple, Path] = OrderedDict()  # by size and setting
         self._latest: dict[tuple, Path] = {}  # of each size, and the setting it is for
         self._set: dict[tuple, tuple] = {}
         self._ready: dict[nn.Module, Ready] = {}
-        self._tables: list[dict[str, Any]] = []  # of modules, parameters and buffers
-        self._tensors: list[Tensor] = []
-        self._weights: list[Tensor] = []  # those that are folded into others
-        self._folded: tuple = ()
-        self._pool: Any = None
-        self._turn = threading.Lock()
+        self._watch: Watch | None = None
         self.chosen: dict[tuple, str] = {}  # what was measured, for those who ask
-
-    def __reduce__(self) -> tuple:
-        """A copy of the model makes an engine of its own."""
-        return type(None), ()
-
-    @property
-    def model(self) -> AdaptiveViT:
-        model = self._model()
-        assert model is not None
-        return model
 
     def __call__(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> Output:
         size = (images.shape, images.dtype, _for_each(depths, images), _for_each(dial, images))
         path = self._latest.get(size)
         out = None if path is None else path(images, depths, dial)
         # While the GPU is at work: were settings changed, weights written to, moved or exchanged since?
-        if out is None or self._state() != self._folded or self._setting() != self._set[size]:
+        if out is None or self._changed() or self._setting() != self._set[size]:
             self.model.check_images(images)
             path = self._renewed(size, images, depths, dial)
             out = path(images, depths, dial)
@@ -72,11 +52,10 @@ class Engine:
         return out
 
     def _renewed(self, size: tuple, *given: Any) -> Path:
-        state = self._state(afresh=True)
-        if state != self._folded:
+        if self._changed():
             self._paths.clear()
             self._latest.clear()
-            self._folded, self._ready = state, prepared(self.model)
+            self._watch, self._ready = Watch(self.model, folded=self.model.vit), prepared(self.model)
         setting = self._setting()
         home, path = self._room(size, setting)
         self._paths[home] = self._latest[size] = path or self._best(*given)
@@ -107,20 +86,8 @@ class Engine:
         """The method's plain settings, constants of a recording; its tensors are read where they lie."""
         return tuple([v for v in vars(self.model.method).values() if isinstance(v, (bool, int, float, str, tuple))])
 
-    def _state(self, afresh: bool = False) -> tuple:
-        """Which modules and tensors there are, where these lie and how often the backbone's were written to. Asked at
-        every call, and all loops are C's."""
-        if afresh:
-            modules, folded = list(self.model.modules()), list(self.model.vit.modules())
-            self._tables = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
-            self._tensors = [*self.model.parameters(), *self.model.buffers()]
-            weights = (w for m in folded for t in (m._parameters, m._buffers) for w in t.values())
-            self._weights = [w for w in weights if w is not None and not w.is_inference()]
-        return (
-            list(map(id, chain.from_iterable(map(dict.values, self._tables)))),
-            list(map(Tensor.data_ptr, self._tensors)),
-            list(map(attrgetter("_version"), self._weights)),
-        )
+    def _changed(self) -> bool:
+        return self._watch is None or self._watch.changed()
 
     def _best(self, images: Tensor, depths: Tensor | None, dial: Tensor | None) -> Path:
         """The faster of the recording and the eager packed path, on these images."""
@@ -134,8 +101,7 @@ class Engine:
             log.info("engine: no Triton here; %s runs eager, packed", size)
             return eager
         try:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            recorded = Recording(self.model, self._ready, images, depths, dial, self._pool, self._turn)
+            recorded = Recording(self.model, self._ready, images, depths, dial, self.pool, self._turn)
         except refusals() as error:
             method, reason = type(self.model.method).__name__, str(error).splitlines()[0]
             log.warning("engine: %s cannot be recorded (%s); %s runs eager, packed", method, reason, size)
@@ -151,15 +117,6 @@ class Engine:
 def _for_each(given: Tensor | None, images: Tensor) -> bool | None:
     """Whether there is one for each image: of another shape it must not be spread over a recording that has."""
     return None if given is None else given.shape[:1] == images.shape[:1]
-
-
-def refusals() -> tuple[type[Exception], ...]:
-    """torch's errors of capturing derive from the first; a kernel that does not fit the chip raises the second."""
-    try:
-        from triton.errors import TritonError
-    except ImportError:
-        return (RuntimeError,)
-    return (RuntimeError, TritonError)
 
 
 def prepared(model: AdaptiveViT) -> dict[nn.Module, Ready]:

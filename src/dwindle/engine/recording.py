@@ -41,7 +41,8 @@ class Recording:
         """pool, turn: memory that all recordings of a model work in, one at a time."""
         self.turn = turn
         self.most = self.count = len(images)  # images there can be, and are
-        self.inputs = [None if given is None else given.to(images.device).clone() for given in (images, depths, dial)]
+        with torch.inference_mode(False):  # calls in either mode will copy into them
+            self.inputs = [None if x is None else x.to(images.device).clone() for x in (images, depths, dial)]
         # The graph reads weights where they lie: they stay there until its last replay, also if the model was moved.
         self.held = [w.data for w in (*model.parameters(), *model.buffers())], ready
         self.present: tuple[Tensor, Rows] | None = None
@@ -67,7 +68,8 @@ class Recording:
             self.kinds = [(parts[i].dtype, parts[i].shape) for i in self.order]
             self.flat = torch.cat(self.pieces)
 
-        self.graph = captured(forward, pool)
+        with torch.inference_mode(False), torch.no_grad():
+            self.graph = captured(forward, pool)
         ends = list(accumulate(map(len, self.pieces)))
         self.spans = list(zip([0, *ends], ends))
         self.place = self.order.index(0)  # of the logits

@@ -1,0 +1,102 @@
+"""AdaPerceiver on a GPU: a forward pass at one setting as a CUDA graph. `AdaPerceiver.run` is its definition."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..engine import recording
+from ..engine.keep import GRAPHS, Keeper, Watch, refusals
+from ..model import Output
+
+if TYPE_CHECKING:
+    from .model import AdaPerceiver
+
+log = logging.getLogger("dwindle")
+Path = Callable[[Tensor], Output]
+Setting = tuple[int, int, int]  # tokens, depth, width
+
+
+def records(images: Tensor) -> bool:
+    """Whether a forward pass on these images can be recorded at all; a caller's own capture wants to see every call."""
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return False
+    return images.is_cuda and images.device.index == torch.cuda.current_device()
+
+
+class Recorder(Keeper["AdaPerceiver"]):
+    """Recordings by shape, dtype and setting. What is asked for the first time runs eager, and is recorded when it is
+    asked for again before `most` others: settings that change with every call, or the last, smaller batch of a data
+    set, are not recorded in vain.
+    """
+
+    def __init__(self, model: AdaPerceiver) -> None:
+        super().__init__(model)
+        self.most = GRAPHS
+        self._paths: OrderedDict[tuple, Path | None] = OrderedDict()  # None: came once
+        self._watch: Watch | None = None
+
+    def __call__(self, images: Tensor, tokens: int, depth: int, width: int) -> Output:
+        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        setting = (tokens, depth, width)
+        key = (images.shape, images.dtype, images.device, setting, autocast, self.model.attention)
+        path = self._paths.get(key)
+        out = None if path is None else path(images)
+        # While the GPU is at work: were weights moved or exchanged since? What is written into them, a graph reads.
+        if self._watch is not None and self._watch.changed():
+            self._paths.clear()
+            self._watch = path = out = None
+        if out is None:
+            if key in self._paths:
+                path = self._record(images, setting)
+            out = (path or self._eager(setting))(images)
+        self._paths[key] = path
+        self._paths.move_to_end(key)
+        if len(self._paths) > self.most:
+            self._paths.popitem(last=False)
+        return out
+
+    def _eager(self, setting: Setting) -> Path:
+        return lambda images: self.model.run(images, *setting)
+
+    def _record(self, images: Tensor, setting: Setting) -> Path:
+        self._watch = self._watch or Watch(self.model)
+        try:
+            return Recorded(self.model, images, setting, self.pool, self._turn)
+        except refusals() as error:
+            reason, at = str(error).splitlines()[0], (tuple(images.shape), *setting)
+            log.warning("AdaPerceiver cannot be recorded (%s); %s runs eager", reason, at)
+            return self._eager(setting)
+
+
+class Recorded:
+    """One forward pass as a CUDA graph: images are copied in, answers copied out."""
+
+    def __init__(self, model: AdaPerceiver, images: Tensor, setting: Setting, pool: Any, turn: Any) -> None:
+        self.turn = turn
+        # The graph reads weights where they lie: they stay there until its last replay, also if the model was moved.
+        self.held = [w.data for w in (*model.parameters(), *model.buffers())]
+        autocast, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+        def forward() -> None:
+            # Weights that autocast keeps in bf16 are gone with its context: each replay makes its own.
+            with torch.autocast("cuda", dtype, autocast, cache_enabled=False):
+                self.out = model.run(self.images, *setting)
+
+        with torch.inference_mode(False), torch.no_grad():  # what is copied in later may come from either mode
+            self.images = images.clone()
+            self.graph = recording.captured(forward, pool)
+
+    def __call__(self, images: Tensor) -> Output:
+        with self.turn:
+            self.images.copy_(images)
+            self.graph.replay()
+            like = self.out.trace  # of the setting alone
+            trace = replace(like, lives=[*like.lives], values=[dict(values) for values in like.values])
+            return Output(self.out.logits.clone(), trace, self.out.features.clone())

@@ -1,0 +1,80 @@
+"""What may be asked of an AdaPerceiver, and the trace of what was.
+
+B images, N latents, L blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DwindleError
+from ..tokens import Where
+from ..trace import Trace
+
+if TYPE_CHECKING:
+    from .model import AdaPerceiver
+
+Choice = int | Sequence[int] | Tensor | None
+
+
+def settings(model: AdaPerceiver, tokens: Choice, depth: Choice, width: Choice, count: int) -> tuple[list[int], ...]:
+    """Tokens, depths and widths of `count` images; left out, each is the largest that the network was trained with."""
+    return (
+        _chosen(model, "tokens", tokens, count, model.tokens[-1]),
+        _chosen(model, "depth", depth, count, model.depth),
+        _chosen(model, "width", width, count, model.width),
+    )
+
+
+def _chosen(model: AdaPerceiver, name: str, given: Choice, count: int, default: int) -> list[int]:
+    """One number per image."""
+    if given is None:
+        return [default] * count
+    if isinstance(given, Tensor):
+        given = given.tolist()
+    values: list[Any] = list(given) if isinstance(given, Sequence) else [given] * count
+    if len(values) != count:
+        raise DwindleError(f"{name} has {len(values)} values for {count} images; give one, or one per image.")
+    most = {"tokens": 4 * model.tokens[-1], "depth": model.depth}.get(name, 0)
+    for value in set(values):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if name == "width" and not (whole and value in model.widths):
+            allowed = ", ".join(map(str, model.widths))
+            raise DwindleError(f"width = {value}: this network was trained with the widths {allowed}; choose one.")
+        if name != "width" and not (whole and 1 <= value <= most):
+            raise DwindleError(f"{name} = {value}: this network takes a whole number from 1 to {most}.")
+    return values
+
+
+def check(model: AdaPerceiver, images: Tensor, exit: float | None) -> None:
+    sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == model.channels
+    if not sized or any(not side or side % model.patch for side in images.shape[-2:]):
+        raise DwindleError(
+            f"Images of shape {tuple(images.shape)} do not fit this network; it takes (batch, {model.channels}, "
+            f"height, width) with sides that are multiples of {model.patch}, trained at {model.image}; resize them."
+        )
+    if exit is not None and not 0 < exit <= 1:
+        raise DwindleError(f"exit = {exit}: it is the confidence at which an image leaves, in (0, 1].")
+    if exit is not None and model.outputs != "class":
+        raise DwindleError("exit asks for the confidence of one answer; a dense network has one per patch.")
+
+
+def trace_of(
+    model: AdaPerceiver, images: Tensor, t_B: list[int], d_B: list[int], w_B: list[int], reads: Tensor
+) -> Trace:
+    """reads: (L, B) who was read out where. Latents have no place in the image: the trace's grid is one row of them."""
+    count, largest = len(t_B), max(t_B)
+    trace = Trace((count, largest), 0, (1, largest), model.depth)
+    here = torch.arange(largest) < torch.tensor(t_B)[:, None]  # (B, N)
+    widths = torch.tensor(w_B, dtype=torch.float32)[:, None].expand(count, largest)
+    patches = torch.full((count, largest), float(model.patches((images.shape[-2], images.shape[-1]))))
+    depths = torch.tensor(d_B)[:, None]
+    for at in range(1, max(d_B) + 1):
+        live, read = here & (depths >= at), reads[at - 1, :, None].float().expand(count, largest)
+        trace.lives.append(Where((count, largest), live_BN=live))
+        trace.values.append({"width": widths, "read": read, "patches": patches})
+    return trace

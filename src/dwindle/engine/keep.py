@@ -1,0 +1,74 @@
+"""What keeping recordings of a model takes: memory they share, a look whether it changed, what capturing raises."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+GRAPHS = 8  # kept at once, the latest used
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Keeper(Generic[Model]):
+    """Recordings of a model, in one memory that they work in one at a time."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = weakref.ref(model)  # the model owns its keeper
+        self._turn = threading.Lock()
+        self._memory: Any = None
+
+    def __reduce__(self) -> tuple:
+        """A copy of the model makes a keeper of its own."""
+        return type(None), ()
+
+    @property
+    def model(self) -> Model:
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def pool(self) -> Any:
+        self._memory = self._memory or torch.cuda.graph_pool_handle()
+        return self._memory
+
+
+class Watch:
+    """Notices that modules or tensors of a model were exchanged or moved, and that those of `folded` were written to:
+    what was made from these is no longer right."""
+
+    def __init__(self, model: nn.Module, folded: nn.Module | None = None) -> None:
+        tables: Iterator[dict[str, Any]] = (t for m in model.modules() for t in (m._modules, m._parameters, m._buffers))
+        self._tables = list(tables)
+        self._tensors = [*model.parameters(), *model.buffers()]
+        modules = [] if folded is None else folded.modules()
+        weights = (w for m in modules for t in (m._parameters, m._buffers) for w in t.values())
+        self._weights = [w for w in weights if w is not None and not w.is_inference()]
+        self._seen = self._state()
+
+    def changed(self) -> bool:
+        return self._state() != self._seen
+
+    def _state(self) -> tuple:
+        """Asked at every call, and all loops are C's."""
+        return (
+            list(map(id, chain.from_iterable(map(dict.values, self._tables)))),
+            list(map(Tensor.data_ptr, self._tensors)),
+            list(map(attrgetter("_version"), self._weights)),
+        )
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """torch's errors of capturing derive from the first; a kernel that does not fit the chip raises the second."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return (RuntimeError,)
+    return (RuntimeError, TritonError)
