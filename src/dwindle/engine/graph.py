@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from ..model import Output
@@ -39,7 +40,8 @@ class Engine(Keeper["AdaptiveViT"]):
         self.chosen: dict[tuple, str] = {}  # what was measured, for those who ask
 
     def __call__(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> Output:
-        size = (images.shape, images.dtype, _for_each(depths, images), _for_each(dial, images))
+        cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        size = (images.shape, images.dtype, cast, _for_each(depths, images), _for_each(dial, images))
         path = self._latest.get(size)
         out = None if path is None else path(images, depths, dial)
         # While the GPU is at work: were settings changed, weights written to, moved or exchanged since?
