@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
+from . import cli_research, cli_ship
+from .adaperceiver import commands
 from .errors import DwindleError, unknown
+from .terminal import (
+    Checkpoint,
+    Device,
+    OptionalData,
+    Tau,
+    aside,
+    console,
+    device_for,
+    finish,
+    needed,
+    numbers,
+    plain,
+    progress_bar,
+    show_table,
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -22,23 +34,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Make a vision transformer stop computing tokens that are done. Start with [bold]dwindle demo[/bold].",
 )
-console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
-
-Checkpoint = Annotated[str, typer.Argument(help="A checkpoint folder, a shipped name, or a Hub id.")]
-Data = Annotated[
-    str, typer.Option(help="cifar100, imagenet, places365, a folder of class folders or parquet files, or a Hub id.")
-]
-OptionalData = Annotated[
-    str | None,
-    typer.Option(
-        help="cifar100, imagenet, places365, a folder of class folders or parquet files, or a Hub id; for a language "
-        "model shakespeare, enwik8 or a text file."
-    ),
-]
-Tau = Annotated[
-    float | None, typer.Option(help="Of a language model: a token skips a block where its gate says less than this.")
-]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; by itself a GPU where there is one.")]
 
 
 def main() -> None:
@@ -46,56 +41,8 @@ def main() -> None:
     try:
         app()
     except (DwindleError, OSError) as error:  # OSError: a full disk, a folder that may not be written
-        aside.print(f"[red]dwindle:[/red] {_plain(str(error))}", soft_wrap=True)
+        aside.print(f"[red]dwindle:[/red] {plain(str(error))}", soft_wrap=True)
         sys.exit(2)
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")
-
-
-def _finish(result: dict[str, Any]) -> None:
-    print(json.dumps(result), flush=True)
-
-
-def _table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
-    table = Table(title=_plain(title), title_justify="left", title_style="bold")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("image", "label", "name", "paper") else "right")
-    for row in rows:
-        table.add_row(*[_plain(str(cell)) for cell in row])
-    console.print(table)
-
-
-def _progress(shown: bool = True) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=aside,
-        transient=True,
-        disable=not shown,
-    )
-
-
-def _device(given: str | None) -> str:
-    import torch
-
-    if given is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", given):
-        raise unknown("device", given, ["cpu", "cuda"])
-    if given.startswith("cuda") and not torch.cuda.is_available():
-        raise DwindleError("--device cuda: this machine has no CUDA GPU that torch can use; take --device cpu.")
-    return given
-
-
-def _needed(given: Any, command: str, name: str) -> Any:
-    """Language models bring their own; a vision model must be told."""
-    if not given:
-        raise DwindleError(f"dwindle {command} needs {name} for a vision model; see dwindle {command} --help.")
-    return given
 
 
 def _version(asked: bool) -> None:
@@ -122,8 +69,8 @@ def demo(
     """Classify the shipped photographs with the shipped model and draw where the compute went."""
     from .demo import demo as run
 
-    result = run(out, _device(device))
-    _table(
+    result = run(out, device_for(device))
+    show_table(
         f"{result['model']} on {len(result['images'])} photographs",
         ["image", "label", "confidence", "mean depth", "GMACs", "of static"],
         [
@@ -140,9 +87,9 @@ def demo(
     )
     console.print(
         f"{result['gmacs']} GMACs per image against {result['gmacs_static']} static; {result['speedup']}x faster than "
-        f"static on this machine (batch of {len(result['images'])}). Figures in {_plain(str(out))}/"
+        f"static on this machine (batch of {len(result['images'])}). Figures in {plain(str(out))}/"
     )
-    _finish(result)
+    finish(result)
 
 
 @app.command()
@@ -168,11 +115,11 @@ def train(
     settings = changed(find_recipe(recipe)(), set or [])
     if language.is_recipe(settings):
         return language.train(recipe, settings, data, out, resume, device, eval_data=eval_data, limit=limit)
-    data, out = _needed(data, "train", "--data"), _needed(out, "train", "--out")
+    data, out = needed(data, "train", "--data"), needed(out, "train", "--out")
     begin = settings.runner()
-    run = begin(settings, data, out, eval_data=eval_data, device=_device(device), resume=resume, limit=limit)
+    run = begin(settings, data, out, eval_data=eval_data, device=device_for(device), resume=resume, limit=limit)
     speaks = ranks.rank() == 0  # of several processes one
-    with _progress(speaks) as bar:
+    with progress_bar(speaks) as bar:
         task = bar.add_task("training", total=settings.epochs * run.steps_per_epoch, completed=run.step)
 
         def tick(step: int, steps: int, terms: dict[str, Any]) -> None:
@@ -188,7 +135,7 @@ def train(
                 aside.print(f"epoch {int(numbers['epoch'])}  {shown}")
     ranks.leave()
     if speaks:
-        _finish({"out": str(out), **(run.history[-1] if run.history else {})})
+        finish({"out": str(out), **(run.history[-1] if run.history else {})})
 
 
 @app.command(name="eval")
@@ -220,17 +167,19 @@ def evaluate(
     require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
     if language.is_checkpoint(checkpoint):
         return language.evaluate(checkpoint, data, layout, threshold, tau, batch, limit, device)
-    data = _needed(data, "eval", "--data")
+    data = needed(data, "eval", "--data")
     model = load_halting(checkpoint)
     if threshold is not None:
         _turn_threshold(model, threshold)
     images = evaluation_images(model, data, limit)
-    with _progress() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("evaluating", total=len(images))
         batches = loader(images, batch, workers=workers)
-        result = measure(model, batches, layout=layout, device=_device(device), progress=lambda n: bar.advance(task, n))
-    _table(f"{checkpoint} on {data} ({layout})", list(result), [list(result.values())])
-    _finish(result)
+        result = measure(
+            model, batches, layout=layout, device=device_for(device), progress=lambda n: bar.advance(task, n)
+        )
+    show_table(f"{checkpoint} on {data} ({layout})", list(result), [list(result.values())])
+    finish(result)
 
 
 def _turn_threshold(model: Any, threshold: float) -> None:
@@ -274,17 +223,17 @@ def bench(
     kinds = [*DTYPES] if language.is_checkpoint(model) else [*DTYPES, INT8]
     if dtype not in kinds:
         raise unknown("dtype", dtype, kinds)
-    batches, fractions = _numbers("--batch", batch, int), _numbers("--fraction", fraction, float)
+    batches, fractions = numbers("--batch", batch, int), numbers("--fraction", fraction, float)
     if language.is_checkpoint(model):
         return language.bench(model, batches, fractions, dtype, seconds, device, static=static, data=data)
-    place, adapted = _device(device), model_to_bench(model)
+    place, adapted = device_for(device), model_to_bench(model)
     known = ("eager", "graph", "compile") if place.startswith("cuda") else ("eager",)
     variants = known if static is None else tuple(static.split(","))
     for variant in variants:
         if variant not in known:
             raise unknown(f"static variant on {place}", variant, known)
     photos = None if data is None else some_photos(adapted, data, max(batches))
-    with _progress() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("timing", total=len(batches) * (len(fractions) if photos is None else 1))
         result = time_it(
             adapted,
@@ -299,24 +248,13 @@ def bench(
         )
     columns = ["batch", "fraction", "static_ms", "adaptive_ms", "speedup", "spread"]
     lines = [[_best_static(row) if c == "static_ms" else row[c] for c in columns] for row in result["rows"]]
-    _table(f"{model} on {result['device']}, {result['dtype']}", columns, lines)
-    _finish(result)
+    show_table(f"{model} on {result['device']}, {result['dtype']}", columns, lines)
+    finish(result)
 
 
 def _best_static(row: dict[str, Any]) -> Any:
     spent = row["static_ms"]
     return f"{spent[row['best']]} ({row['best']})" if isinstance(spent, dict) else spent
-
-
-def _numbers(option: str, text: str, kind: Any) -> list[Any]:
-    try:
-        values = [kind(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or min(values) <= 0:
-        example = "1,8,32" if kind is int else "1.0,0.52"
-        raise DwindleError(f"{option} {text}: expected numbers above 0, separated by commas, such as {example}.")
-    return values
 
 
 @app.command()
@@ -337,14 +275,14 @@ def view(
 
     if language.is_checkpoint(checkpoint):
         return language.view(checkpoint, images, out, threshold, tau, device)
-    images = _needed(images, "view", "images")
+    images = needed(images, "view", "images")
     model = load_halting(checkpoint)
     if threshold is not None:
         _turn_threshold(model, threshold)
-    result = look(model, images, out, _device(device))
+    result = look(model, images, out, device_for(device))
     columns = ["image", "label", "confidence", "depth", "gmacs"]
-    _table(checkpoint, columns, [[row[c] for c in columns] for row in result["images"]])
-    _finish(result)
+    show_table(checkpoint, columns, [[row[c] for c in columns] for row in result["images"]])
+    finish(result)
 
 
 @app.command()
@@ -376,13 +314,10 @@ def methods() -> None:
         settings = {n: p.default for n, p in inspect.signature(kind).parameters.items()}
         rows.append({"name": name, "paper": kind.paper, "about": inspect.getdoc(kind), "settings": settings})
     for row in rows:
-        console.print(f"[bold]{row['name']}[/bold]  {_plain(row['paper'])}\n  {_plain(row['about'])}")
-        console.print("  " + _plain(", ".join(f"{n}={v}" for n, v in row["settings"].items())) + "\n", style="dim")
-    _finish({"methods": rows})
+        console.print(f"[bold]{row['name']}[/bold]  {plain(row['paper'])}\n  {plain(row['about'])}")
+        console.print("  " + plain(", ".join(f"{n}={v}" for n, v in row["settings"].items())) + "\n", style="dim")
+    finish({"methods": rows})
 
-
-from . import cli_research, cli_ship  # noqa: E402  (they use the helpers above)
-from .adaperceiver import commands  # noqa: E402
 
 for others in (cli_research, cli_ship, commands):
     others.register(app)

@@ -7,7 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli import Data, Device, OptionalData, _device, _finish, _needed, _plain, _progress, _table, aside, console
+from .terminal import (
+    Data,
+    Device,
+    OptionalData,
+    aside,
+    console,
+    device_for,
+    finish,
+    needed,
+    plain,
+    progress_bar,
+    show_table,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -46,8 +58,8 @@ def compare(
     names = [name.strip() for name in only.split(",")] if only else None
     if language.is_recipe(plan.base):
         return language.compare(comparison, plan, data, out, results, names, until, device, eval_data, limit)
-    data, out = _needed(data, "compare", "--data"), _needed(out, "compare", "--out")
-    with _progress() as bar:
+    data, out = needed(data, "compare", "--data"), needed(out, "compare", "--out")
+    with progress_bar() as bar:
         tasks: dict[str, Any] = {}
 
         def tick(name: str, step: int, steps: int, terms: dict[str, Any]) -> None:
@@ -64,7 +76,7 @@ def compare(
             out,
             results,
             eval_data=eval_data,
-            device=_device(device),
+            device=device_for(device),
             limit=limit,
             only=names,
             tick=tick,
@@ -75,11 +87,13 @@ def compare(
             aside.print(f"{shown}: top-1 {row['top1']:.2f}, cost {row['cost']:.3f}")
     rows = summarised(read_results(work.folder), plan.reference)
     columns = ["name", "asked", "cost", "gmacs", "top1", "spread", "gap", "seeds", "images_per_s"]
-    _table(f"{comparison} on {data}", columns, [["" if row[c] is None else row[c] for c in columns] for row in rows])
+    show_table(
+        f"{comparison} on {data}", columns, [["" if row[c] is None else row[c] for c in columns] for row in rows]
+    )
     table, plot = work.folder / "table.md", work.folder / "tradeoff.png"
     write_text(table, markdown(rows, plan.reference))
     save_figure(tradeoff(rows, comparison, plan.reference), plot)
-    _finish({"results": rows, "table": str(table), "plot": str(plot)})
+    finish({"results": rows, "table": str(table), "plot": str(plot)})
 
 
 def report(
@@ -98,7 +112,7 @@ def report(
     """One page that explains a trained model: where, when and for which images its tokens stop."""
     from .report import report as write
 
-    with _progress() as bar:
+    with progress_bar() as bar:
         tasks: dict[str, Any] = {}
 
         def progress(what: str, done: int, total: int) -> None:
@@ -112,13 +126,13 @@ def report(
             data=data,
             compare_with=against,
             limit=limit,
-            device=_device(device),
+            device=device_for(device),
             batch=batch,
             progress=progress,
         )
     numbers = f"top-1 {result['top1']}, {result['gmacs']} of {result['gmacs_static']} GMACs"
-    console.print(f"{_plain(result['page'])}: {numbers}")
-    _finish(result)
+    console.print(f"{plain(result['page'])}: {numbers}")
+    finish(result)
 
 
 def search(
@@ -136,7 +150,7 @@ def search(
     from .train.search import search as look
 
     settings = changed(find_recipe(recipe)(), set or [])
-    with _progress() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("trials", total=trials)
         result = look(
             settings,
@@ -145,9 +159,9 @@ def search(
             trials=trials,
             holdout=holdout,
             limit=limit,
-            device=_device(device),
+            device=device_for(device),
             progress=lambda row: bar.advance(task),
         )
     columns = ["trial", "value", "top1", "cost", "settings"]
-    _table(f"{recipe} on {data}", columns, [[row.get(c) for c in columns] for row in result["trials"]])
-    _finish(result)
+    show_table(f"{recipe} on {data}", columns, [[row.get(c) for c in columns] for row in result["trials"]])
+    finish(result)

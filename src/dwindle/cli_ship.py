@@ -7,7 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli import Checkpoint, Data, Device, OptionalData, _device, _finish, _plain, _progress, _table, console
+from .terminal import (
+    Checkpoint,
+    Data,
+    Device,
+    OptionalData,
+    console,
+    device_for,
+    finish,
+    plain,
+    progress_bar,
+    show_table,
+)
 
 Budget = Annotated[
     float | None, typer.Option(help="Turn the model to this share of the static cost first (on the shipped photos).")
@@ -38,12 +49,12 @@ def export(
     result = write(model, to, out, seconds=seconds)
     if rows := result.get("speed"):
         columns = ["batch", "cost", "static_ms", "adaptive_ms", "speedup", "threads"]
-        _table(f"{checkpoint} as {to} on this CPU", columns, [[row[c] for c in columns] for row in rows])
+        show_table(f"{checkpoint} as {to} on this CPU", columns, [[row[c] for c in columns] for row in rows])
     console.print(
-        f"{_plain(str(out))}: {result['bytes'] / 1e6:.1f} MB, logits within {result['difference']:.1g}, "
+        f"{plain(str(out))}: {result['bytes'] / 1e6:.1f} MB, logits within {result['difference']:.1g}, "
         f"{result['decisions']:.2%} of decisions equal"
     )
-    _finish(result)
+    finish(result)
 
 
 def quantize(
@@ -74,24 +85,24 @@ def quantize(
     small = make(model)
     result: dict[str, Any] = {"out": str(out), **likeness(model, small, photos)}
     if data is not None:
-        with _progress() as bar:
+        with progress_bar() as bar:
             task = bar.add_task("evaluating", total=None)
             for name, which in (("float", model), ("int8", small)):
                 batches = loader(evaluation_images(which, data, limit), batch)
                 result[name] = evaluate(which, batches, progress=lambda n: bar.advance(task, n))
         columns = ["top1", "top5", "gmacs", "images_per_s"]
         lines = [[name, *[result[name][c] for c in columns]] for name in ("float", "int8")]
-        _table(f"{checkpoint} on {data}", ["name", *columns], lines)
+        show_table(f"{checkpoint} on {data}", ["name", *columns], lines)
     save(small, out)
     result |= {"bytes": weight_bytes(out), "bytes_float": weight_bytes(find(checkpoint))}
     if seconds:
         rows = result["speed"] = race(model, small, photos, seconds)
-        _table(f"{checkpoint} in int8 on this CPU", list(rows[0]), [list(row.values()) for row in rows])
+        show_table(f"{checkpoint} in int8 on this CPU", list(rows[0]), [list(row.values()) for row in rows])
     console.print(
-        f"{_plain(str(out))}: {result['bytes'] / 1e6:.1f} MB (was {result['bytes_float'] / 1e6:.1f}); on the shipped "
+        f"{plain(str(out))}: {result['bytes'] / 1e6:.1f} MB (was {result['bytes_float'] / 1e6:.1f}); on the shipped "
         f"photographs {result['same_answers']:.0%} of answers and {result['same_depths']:.1%} of depths are as before"
     )
-    _finish(result)
+    finish(result)
 
 
 def predict(
@@ -110,11 +121,11 @@ def predict(
     from .predict import predict as run
 
     world, rank, local = ranks.started(), int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    place = _device(device)
+    place = device_for(device)
     if place == "cuda" and world > 1:
         place = f"cuda:{local}"
     loading = workers if workers is not None else max((os.cpu_count() or 1) // world, 1)
-    with _progress(rank == 0) as bar:
+    with progress_bar(rank == 0) as bar:
         task = bar.add_task("predicting", total=None)
         result = run(
             str(checkpoint),
@@ -130,8 +141,8 @@ def predict(
         )
     if rank == 0:
         failed = f"; {result['failed']} could not be read, see {result['errors']}" if result["failed"] else ""
-        console.print(_plain(f"{result['rows']} predictions in {out}{failed}"))
-        _finish(result)
+        console.print(plain(f"{result['rows']} predictions in {out}{failed}"))
+        finish(result)
 
 
 def serve(
@@ -145,4 +156,4 @@ def serve(
     """A web page that shows where the compute goes, and an API. $DWINDLE_TOKEN: a bearer token to ask for."""
     from .serve.run import serve as run
 
-    run(checkpoint or [], host, port, _device(device), lambda text: console.print(_plain(text)), _finish)
+    run(checkpoint or [], host, port, device_for(device), lambda text: console.print(plain(text)), finish)

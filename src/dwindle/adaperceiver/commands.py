@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..cli import Checkpoint, Data, Device, _device, _finish, _numbers, _progress, _table
 from ..errors import DwindleError, unknown
 from ..files import write_text
+from ..terminal import Checkpoint, Data, Device, device_for, finish, numbers, progress_bar, show_table
 
 
 def register(app: typer.Typer) -> None:
@@ -56,7 +56,7 @@ def _components(model: Any, checkpoint: str, data: str, out: Path, count: int, p
     for i in range(len(images)):
         made.append(out / f"components_{i}.png")
         components(model, prepare(images.image(i))[None].to(place), made[-1])
-    _finish({"checkpoint": checkpoint, "images": len(images), "figures": [str(path) for path in made]})
+    finish({"checkpoint": checkpoint, "images": len(images), "figures": [str(path) for path in made]})
 
 
 def _served(model: Any, data: str, split: str, device: str, limit: int | None) -> Any:
@@ -106,13 +106,13 @@ def grid(
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     _check(batch=(batch, 1), limit=(limit, 1), seconds=(seconds, 0))
-    model, place = _model(checkpoint, dense=True), _device(device)
-    more = _numbers("--between", between, int) if between else []
+    model, place = _model(checkpoint, dense=True), device_for(device)
+    more = numbers("--between", between, int) if between else []
     model.check_tokens(more)
     if model.outputs == "dense":
         return _components(model, checkpoint, data, out, limit or 4, place)
     served = _served(model, data, "test", place, limit)
-    with _progress() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("images", total=served.count)
         found = measure.grid(model, served(batch), device=place, progress=lambda n: bar.advance(task, n))
     rows = measure.rows(model, found)
@@ -145,10 +145,10 @@ def grid(
     full = [r for r in rows if r["width"] == model.width]
     columns = ["depth", *[f"t = {t}" for t in model.tokens]]
     lines = [[d, *[f"{r['top1']:.2f}" for r in full if r["depth"] == d]] for d in range(1, model.depth + 1)]
-    _table(f"{checkpoint} on {data}: top-1 at full width", columns, lines)
+    show_table(f"{checkpoint} on {data}: top-1 at full width", columns, lines)
     columns = ["tokens", "depth", "width", "top1", "gmacs", "ms", "speedup"]
-    _table(f"latency, batch {batch}, {dtype} on {place}", columns, [[row[c] for c in columns] for row in latency])
-    _finish({k: v for k, v in result.items() if k != "rows"} | {"out": str(out)})
+    show_table(f"latency, batch {batch}, {dtype} on {place}", columns, [[row[c] for c in columns] for row in latency])
+    finish({k: v for k, v in result.items() if k != "rows"} | {"out": str(out)})
 
 
 def policies(
@@ -167,12 +167,12 @@ def policies(
     from .grid import grid as look
 
     _check(batch=(batch, 1), limit=(limit, 1), epochs=(epochs, 0))
-    model, place = _model(checkpoint), _device(device)
-    taus, lambdas = _numbers("--thresholds", thresholds, float), _numbers("--prices", prices, float)
+    model, place = _model(checkpoint), device_for(device)
+    taus, lambdas = numbers("--thresholds", thresholds, float), numbers("--prices", prices, float)
     if max(taus) > 1:
         raise DwindleError(f"--thresholds {thresholds}: they are confidences, in (0, 1].")
     served = _served(model, data, "test", place, limit)
-    with _progress() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("every setting", total=served.count)
         found = look(model, served(batch), device=place, progress=lambda n: bar.advance(task, n))
         made = []
@@ -188,7 +188,7 @@ def policies(
             made = [(price, p, rules.choices(model, p, served(batch), place)) for price, p in zip(lambdas, learned)]
     rows = rules.table_6(model, found, made, taus)
     columns = ["policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"]
-    _table(f"{checkpoint} on {data}", columns, [[row[c] for c in columns] for row in rows])
+    show_table(f"{checkpoint} on {data}", columns, [[row[c] for c in columns] for row in rows])
     if out is not None:
         from ..files import write_weights
 
@@ -197,4 +197,4 @@ def policies(
         for price, policy, _ in made:
             weights = {n: v.cpu().contiguous() for n, v in policy.state_dict().items()}
             write_weights(out / f"policy_{price}.safetensors", weights)
-    _finish({"checkpoint": checkpoint, "images": served.count, "rows": rows})
+    finish({"checkpoint": checkpoint, "images": served.count, "rows": rows})

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..checkpoint import find, read_config, shipped
-from ..cli import _device, _finish, _plain, _progress, _table, aside, console
 from ..errors import DwindleError
 from ..methods.base import require
+from ..terminal import aside, console, device_for, finish, plain, progress_bar, show_table
 from ..view import save_figure
 from .compare import LMCompare, LMComparison, markdown, summarised
 from .execute import AdaptiveLM
@@ -58,8 +58,8 @@ def train(
     _only_for_images(**images)
     recipe = recipe if data is None else dataclasses.replace(recipe, data=data)
     out = out or Path("runs") / name
-    run = LMRun(recipe, out, device=_device(device), resume=resume)
-    with _progress() as bar:
+    run = LMRun(recipe, out, device=device_for(device), resume=resume)
+    with progress_bar() as bar:
         task = bar.add_task("training", total=recipe.steps, completed=run.step)
 
         def tick(step: int, terms: dict[str, Any]) -> None:
@@ -69,7 +69,7 @@ def train(
         for numbers in run.rounds(tick):
             shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k not in ("step", "total"))
             aside.print(f"step {int(numbers['step'])}  {shown}")
-    _finish({"out": str(out), **(run.history[-1] if run.history else {})})
+    finish({"out": str(out), **(run.history[-1] if run.history else {})})
 
 
 def compare(
@@ -88,7 +88,7 @@ def compare(
     base = plan.base if data is None else dataclasses.replace(plan.base, data=data)
     plan, out = dataclasses.replace(plan, base=base), out or Path("runs") / name
     rows = []
-    with _progress() as bar:
+    with progress_bar() as bar:
         tasks: dict[str, Any] = {}
 
         def tick(what: str, step: int, steps: int) -> None:
@@ -97,18 +97,18 @@ def compare(
             bar.update(tasks[what], completed=step, visible=step < steps)
 
         seconds = None if until is None else 60 * until
-        work = LMCompare(name, plan, out, results, device=_device(device), only=only, tick=tick, until=seconds)
+        work = LMCompare(name, plan, out, results, device=device_for(device), only=only, tick=tick, until=seconds)
         for row in work.results():
             rows.append(row)
-            _finish({key: row[key] for key in TOLD if key in row})
+            finish({key: row[key] for key in TOLD if key in row})
     summary = summarised(rows)
     columns = ["name", "seeds", "loss", "gap", "tlops_saved", "macs_saved", "loss_soft", "tau"]
-    _table(name, columns, [["" if row.get(c) is None else row[c] for c in columns] for row in summary])
+    show_table(name, columns, [["" if row.get(c) is None else row[c] for c in columns] for row in summary])
     table = work.folder / "table.md"
     table.write_text(markdown(summary))
     drawn = figures(rows, plan.allowed, name.removesuffix("_compare")) if rows else {}
     paths = [str(save_figure(figure, work.folder / f"{stem}.png")) for stem, figure in drawn.items()]
-    _finish({"results": summary, "table": str(table), "figures": paths})
+    finish({"results": summary, "table": str(table), "figures": paths})
 
 
 def evaluate(
@@ -127,7 +127,7 @@ def evaluate(
     model, vocabulary = _opened(checkpoint, tau)
     name = data or model.extra["data"]["train"]
     text = open_text(name, vocabulary)
-    with _progress() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("evaluating", total=limit or (len(text.test) - 1) // model.backbone.shape.context)
         found = measure(
             model,
@@ -135,15 +135,15 @@ def evaluate(
             layout=layout,
             batch=batch,
             limit=limit,
-            device=_device(device),
+            device=device_for(device),
             name=name,
             progress=lambda n: bar.advance(task, n),
         )
     result = {key: round(found[key], 6) for key in ("loss", "bpc", "tlops_saved", "macs_saved")}
     result["tau"] = getattr(model.method, "tau", None)
     columns = [*result, "tokens_per_s"]
-    _table(f"{checkpoint} on {name} ({layout})", columns, [[*result.values(), found["tokens_per_s"]]])
-    _finish(result)
+    show_table(f"{checkpoint} on {name} ({layout})", columns, [[*result.values(), found["tokens_per_s"]]])
+    finish(result)
 
 
 def bench(
@@ -159,8 +159,8 @@ def bench(
 
     _only_for_images(**for_images)
     model, vocabulary = _opened(checkpoint, None)
-    place = _device(device)
-    with _progress() as bar:
+    place = device_for(device)
+    with progress_bar() as bar:
         task = bar.add_task("timing", total=len(batches) * (len(fractions) + 1))
         result = bench_lm(
             model,
@@ -176,8 +176,8 @@ def bench(
     columns = ["batch", "decisions", "fraction", "static_ms", "adaptive_ms", "speedup", "spread", "promised", "reached"]
     columns += ["promised_macs", "reached_macs"]
     rows = [[row[c] for c in columns] for row in result["rows"]]
-    _table(f"{checkpoint} on {result['device']}, {dtype}, {result['context']} characters", columns, rows)
-    _finish(result)
+    show_table(f"{checkpoint} on {result['device']}, {dtype}, {result['context']} characters", columns, rows)
+    finish(result)
 
 
 def view(
@@ -200,10 +200,10 @@ def view(
         else:
             name, folder = path.name, out if len(files or []) == 1 else out / path.stem
             ids = vocabulary.encode(_read(path), f"'{path}'")
-        pages.append(page(model, ids, folder, f"{checkpoint} on {name}", _device(device)))
+        pages.append(page(model, ids, folder, f"{checkpoint} on {name}", device_for(device)))
     columns = ["page", "characters", "depth", "tlops_saved"]
-    _table(checkpoint, columns, [[row[c] for c in columns] for row in pages])
-    _finish({"pages": pages})
+    show_table(checkpoint, columns, [[row[c] for c in columns] for row in pages])
+    finish({"pages": pages})
 
 
 def _read(path: Path) -> str:
@@ -233,16 +233,16 @@ def generate(
     if not is_language(read_config(find(checkpoint))):
         raise DwindleError(f"{checkpoint} is a vision model; dwindle generate needs a language model.")
     model, vocabulary = _opened(checkpoint, tau)
-    place = _device(device)
+    place = device_for(device)
     ids = vocabulary.encode(prompt, "The prompt").long()[None].to(place)
     begin = time.perf_counter()
     made = write(model.to(place), ids, length, temperature=temperature, top_k=top_k, seed=seed)
     seconds = time.perf_counter() - begin
     text = vocabulary.decode(made.ids[0])
-    console.print(_plain(text), markup=True, soft_wrap=True)
+    console.print(plain(text), markup=True, soft_wrap=True)
     saved = 1 - made.live.double().mean().item()
     result: dict[str, Any] = {"text": text, "characters": length, "tlops_saved": round(saved, 4)}
     result |= {"tau": getattr(model.method, "tau", None), "tokens_per_s": round(length / seconds, 1)}
     if place.startswith("cuda"):
         result["device"] = torch.cuda.get_device_name(torch.device(place))
-    _finish(result)
+    finish(result)

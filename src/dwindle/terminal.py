@@ -1,0 +1,91 @@
+"""What every command shares: its arguments' types, what it prints for people, and the one line of JSON at its end."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .errors import DwindleError, unknown
+
+console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
+
+Checkpoint = Annotated[str, typer.Argument(help="A checkpoint folder, a shipped name, or a Hub id.")]
+Data = Annotated[
+    str, typer.Option(help="cifar100, imagenet, places365, a folder of class folders or parquet files, or a Hub id.")
+]
+OptionalData = Annotated[
+    str | None,
+    typer.Option(
+        help="cifar100, imagenet, places365, a folder of class folders or parquet files, or a Hub id; for a language "
+        "model shakespeare, enwik8 or a text file."
+    ),
+]
+Tau = Annotated[
+    float | None, typer.Option(help="Of a language model: a token skips a block where its gate says less than this.")
+]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; by itself a GPU where there is one.")]
+
+
+def plain(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def finish(result: dict[str, Any]) -> None:
+    print(json.dumps(result), flush=True)
+
+
+def show_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
+    table = Table(title=plain(title), title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("image", "label", "name", "paper") else "right")
+    for row in rows:
+        table.add_row(*[plain(str(cell)) for cell in row])
+    console.print(table)
+
+
+def progress_bar(shown: bool = True) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=aside,
+        transient=True,
+        disable=not shown,
+    )
+
+
+def device_for(given: str | None) -> str:
+    import torch
+
+    if given is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", given):
+        raise unknown("device", given, ["cpu", "cuda"])
+    if given.startswith("cuda") and not torch.cuda.is_available():
+        raise DwindleError("--device cuda: this machine has no CUDA GPU that torch can use; take --device cpu.")
+    return given
+
+
+def needed(given: Any, command: str, name: str) -> Any:
+    """Language models bring their own; a vision model must be told."""
+    if not given:
+        raise DwindleError(f"dwindle {command} needs {name} for a vision model; see dwindle {command} --help.")
+    return given
+
+
+def numbers(option: str, text: str, kind: Any) -> list[Any]:
+    try:
+        values = [kind(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) <= 0:
+        example = "1,8,32" if kind is int else "1.0,0.52"
+        raise DwindleError(f"{option} {text}: expected numbers above 0, separated by commas, such as {example}.")
+    return values
