@@ -333,9 +333,9 @@ def test_heirs_take_the_mean_of_those_who_join_them(monkeypatch):
     seen = {}
     before = Masked.bequeath
 
-    def spy(tokens, keep, prefix_stays):
+    def spy(tokens, keep):
         first = {"x": tokens.x.clone(), "keys": tokens.keys.clone(), "keep": keep.clone()}
-        before(tokens, keep, prefix_stays)
+        before(tokens, keep)
         seen.update(seen or first | {"after": tokens.x.clone(), "size": tokens.notes["standing_for"].clone()})
 
     monkeypatch.setattr(Masked, "bequeath", spy)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from .bench import milliseconds
 from .errors import DwindleError, unknown
-from .flow import Flow
+from .flow import Flow, depth_of
 from .images import load_image, preprocess_of
 from .int8 import is_int8
 from .model import AdaptiveViT
@@ -48,7 +48,7 @@ class Graph(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         out = self.model.run(images, self.start)
-        return out.logits, out.trace.depth
+        return out.logits, depth_of(out.trace)
 
 
 @torch.inference_mode()

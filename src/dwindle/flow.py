@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from .ops.attention import looked_at
 from .tokens import Masked, Where, wide
+from .trace import Trace
 
 NEVER = -1e9  # what the softmax makes exactly 0; unlike -inf it leaves an image without live rows finite
 
@@ -34,6 +36,17 @@ class _Placed(Where):
         return rows.new_full(self.shape, fill).scatter(1, self.home_Bn, rows)
 
 
+def depth_of(trace: Trace) -> Tensor:
+    """`Trace.depth` of rows that move now and then: a sheet for each move, not for each block."""
+    sheets = []
+    places = cast(list[_Placed], trace.lives)
+    for _, group in groupby(places, key=lambda place: id(place.home_Bn)):
+        home, lives = zip(*((place.home_Bn, place.live_Bn) for place in group))
+        lived = sum(live.long() for live in lives)
+        sheets.append(lived.new_zeros(trace.shape).scatter(1, home[0], lived))
+    return torch.stack(sheets).sum(0)
+
+
 @dataclass
 class Flow(Masked):
     """Rows that are not live are padding: computed, and read by nobody.
@@ -45,6 +58,7 @@ class Flow(Masked):
     front: int | None = None  # only so many tokens, the first, are read in the end; None: all
     moves: Collection[int] | None = None  # blocks after which live rows are moved together; None: each that decides
     depth: int = 0
+    bequeathing: bool = False  # those who stop now have heirs
     stopped: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # (who of the rows, home, value)
 
     @staticmethod
@@ -68,21 +82,18 @@ class Flow(Masked):
         mask = None if bias is None else torch.where(self.live, bias.to(q.dtype), NEVER)[:, None, None, :]
         return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
-    def inherit(self, size: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
-        """As a matrix product, as runtimes are slow to scatter. Who does not leave is its own heir."""
-        assert self.keys is not None
-        keys, rows = wide(self.keys), torch.arange(self.x.shape[1], device=self.x.device)
-        length = keys.norm(dim=-1, keepdim=True).clamp_min(1e-12)  # whoever looks for an heir: its own plays no part
-        alike = torch.where(staying[:, None, :], keys @ (keys / length).transpose(1, 2), -torch.inf)
-        heir = torch.where(leaving, alike.argmax(-1), rows)
-        given = torch.where(heir[..., None] == rows, size[..., None], 0.0)  # (B, from, to)
-        total = given.sum(1)
-        return (given.transpose(1, 2) @ wide(self.x)) / total.clamp_min(1)[..., None], total
+    def bequeath(self, keep: Tensor) -> None:
+        if not self.prefix_stays:
+            return super().bequeath(keep)
+        self.bequeathing = True  # done in `advance`, together with the move
 
     def image_mean(self, rows: Tensor) -> Tensor:
         share = self.live.to(rows.dtype)
         share = share / share.sum(1, keepdim=True).clamp_min(1)
         return (share[:, None] @ rows).squeeze(1)
+
+    def forget(self) -> dict[str, Any]:
+        return super().forget() | {"bequeathing": False}
 
     def per_image(self, values_B: Tensor) -> Tensor:
         return values_B[:, None].expand(-1, self.x.shape[1], *values_B.shape[1:])
@@ -102,34 +113,72 @@ class Flow(Masked):
         after = replace(self, depth=self.depth + 1, **self.forget())
         if keep is None:
             return after
+        leaving = self.live & ~keep
         after.live, after.whole = self.live & keep, False
-        after.stopped = [*self.stopped, self._picked(self.live & ~keep)]
-        return after._moved() if self.moves is None or after.depth in self.moves else after
+        if not self._front_stays:
+            after.stopped = [*self.stopped, self._picked(leaving)]
+        order = after._order() if self.moves is None or after.depth in self.moves else None
+        if not self.bequeathing:
+            return after if order is None else after._moved(order)
+        assert self.keys is not None
+        x, size = after._inherited(wide(self.keys), leaving, order)
+        if order is not None:
+            after = after._moved(order, but=("standing_for", "key_bias"))
+        after.x = x.to(self.x.dtype)
+        after.notes = after.notes | {"standing_for": size, "key_bias": size.log()}
+        return after
 
-    def _moved(self) -> Flow:
-        """Live rows to the front, in their order; cut to the longest image."""
+    def _order(self) -> Tensor:
+        """(B, longest) which rows to keep: live ones first, in their order; as many as the longest image has."""
         rows = self.x.shape[1]
         least = max(self.front or 0, 2)  # at 1 the compiler (AOTInductor) would have to know which of two paths to take
         longest: Any = self.live.long().sum(1).max().clamp_min(least).item()
         torch._check(longest >= least)
         torch._check(longest <= rows)
         index = torch.arange(rows, device=self.x.device)
-        order = torch.where(self.live, index, index + rows).topk(longest, dim=1, largest=False)[1]
-        flat = (order + rows * torch.arange(self.shape[0], device=order.device)[:, None]).flatten()
+        return torch.where(self.live, index, index + rows).topk(longest, dim=1, largest=False)[1]
+
+    def _moved(self, order: Tensor, but: Collection[str] = ()) -> Flow:
+        """Only these rows. `but`: notes that will be others."""
+        rows, longest = self.x.shape[1], order.shape[1]
 
         def taken(values: Tensor) -> Tensor:
             if values.dim() == 2:
                 return values.gather(1, order)
+            flat = (order + rows * torch.arange(self.shape[0], device=order.device)[:, None]).flatten()
             return values.flatten(0, 1).index_select(0, flat).unflatten(0, (self.shape[0], longest))
 
-        notes = {name: taken(note) for name, note in self.notes.items()}
-        return replace(self, x=taken(self.x), notes=notes, live=taken(self.live), home=taken(self.home))
+        notes = {name: taken(note) for name, note in self.notes.items() if name not in but}
+        x = self.x if but else taken(self.x)
+        return replace(self, x=x, notes=notes, live=taken(self.live), home=taken(self.home))
+
+    def _inherited(self, keys: Tensor, leaving: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor]:
+        """States and sizes of the rows `order` (None: all): as one matrix product, as runtimes are slow to scatter.
+
+        Who does not leave is its own heir. Where no patch stays, a row that nobody reads is everyone's.
+        """
+        rows = torch.arange(self.x.shape[1], device=self.x.device)
+        length = keys.norm(dim=-1, keepdim=True).clamp_min(1e-12)  # whoever looks for an heir: its own plays no part
+        alike = keys @ (keys / length)[:, self.prefix :].transpose(1, 2)
+        best = torch.where(self.live[:, None, self.prefix :], alike, NEVER).argmax(-1) + self.prefix
+        heir = torch.where(leaving, best, rows)[..., None]
+        to = rows if order is None else order[:, None]
+        given = torch.where(heir == to, self.notes["standing_for"][..., None], 0.0)  # (B, from, to)
+        total = given.sum(1).clamp_min(1)  # a row that has left stands for none
+        return (given.transpose(1, 2) @ wide(self.x)) / total[..., None], total
+
+    @property
+    def _front_stays(self) -> bool:
+        """Nobody who is read in the end stops: these are the first rows."""
+        return self.prefix_stays and self.front is not None and self.front <= self.prefix
 
     def _picked(self, who: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return tuple(rows[:, : self.front] for rows in (who, self.home, self.value))  # type: ignore[return-value]
 
     def stream(self) -> Tensor:
         """(B, N, D), or only the tokens that are read."""
+        if self._front_stays:
+            return self.value[:, : self.front]
         images, count = self.shape
         picked = [*self.stopped, self._picked(self.live)]
         if self.front is not None:

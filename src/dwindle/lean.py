@@ -76,9 +76,9 @@ class Lean(Packed):
     def linear(self, layer: nn.Linear, rows: Tensor) -> Tensor:
         return linear(layer, rows)
 
-    def bequeath(self, keep: Tensor, prefix_stays: bool) -> None:
-        if not prefix_stays:
-            return super().bequeath(keep, prefix_stays)
+    def bequeath(self, keep: Tensor) -> None:
+        if not self.prefix_stays:
+            return super().bequeath(keep)
         self.bequeathing = True  # done in `move`, when it is known who stays and who not
 
     def move(self, order: Tensor, count: int) -> Packed:

@@ -60,6 +60,7 @@ class Tokens:
     reader: Callable[[Tensor], Tensor] | None = None  # (B, N, D) -> logits; the loop lends the backbone's
     rows: Rows | None = None  # the live rows as a list on the device, where kernels can go by it
     listed: tuple[Tensor, Rows] | None = None  # who goes on and the list of them, where a kernel has made both
+    prefix_stays: bool = False  # a method said that it lets all prefix tokens go on to the end
     compiling: bool = False  # this forward pass is one of many alike: compiling its parts pays
 
     def changed(self, **values: Any) -> Self:
@@ -123,11 +124,8 @@ class Tokens:
         """States and sizes of the rows after every leaving one has joined the staying one with the most alike key."""
         raise NotImplementedError
 
-    def bequeath(self, keep: Tensor, prefix_stays: bool) -> None:
-        """Patches that stop now join the one with the most alike key that goes on; where none does they are gone.
-
-        prefix_stays: `keep` lets all prefix tokens go on, now and at every block so far.
-        """
+    def bequeath(self, keep: Tensor) -> None:
+        """Patches that stop now join the one with the most alike key that goes on; where none does they are gone."""
         patch = self.counted & ~self.is_prefix
         staying = patch & keep
         self.stand_for(staying, *self.inherit(self.notes["standing_for"], staying, patch & ~keep))

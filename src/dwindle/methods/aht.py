@@ -218,6 +218,7 @@ class AHT(Method):
 
     def start(self, tokens: Tokens) -> Tokens:
         tokens.tapped, tokens.tap_detached = self.neuron, self.detach
+        tokens.prefix_stays = not self.halt_class and "forced" not in tokens.notes
         zero = torch.zeros_like(x := tokens.x[..., 0], dtype=torch.promote_types(x.dtype, torch.float32))
         tokens.notes["cumulative"] = zero
         # Until a planner has spoken, everyone goes to the end.
@@ -243,7 +244,7 @@ class AHT(Method):
         if self.heirs == "rest" and "forced" not in tokens.notes and layer < self.shape.blocks:
             keep = self._take_along(tokens, keep)
         if self.heirs == "nearest" and self._may_halt(layer):
-            tokens.bequeath(keep, prefix_stays=not (self.halt_class or "forced" in tokens.notes))
+            tokens.bequeath(keep)
         return Verdict(keep, gate=self._gate(tokens, score, keep), record=record)
 
     def _supervise(self, layer: int, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
