@@ -73,9 +73,9 @@ class Live(Masked):
         # Many entries may land on the last row: which wins does not matter.
         return sheet.index_copy(0, home, compact_TC)[:-1].view(*self.shape, -1)
 
-    def bequeath(self, keep: Tensor, prefix_stays: bool) -> None:
+    def bequeath(self, keep: Tensor) -> None:
         if self.entries is None:
-            return super().bequeath(keep, prefix_stays)
+            return super().bequeath(keep)
         assert self.rows is not None
         size, (new, live) = self.notes["standing_for"], self._going(keep)
         bias = self.notes.setdefault("key_bias", torch.zeros_like(size))
