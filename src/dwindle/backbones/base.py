@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -104,7 +105,7 @@ class Backbone:
     def __init__(self, vit: nn.Module) -> None:
         self.vit = vit
         self._shape: tuple[tuple, Shape] | None = None
-        self._apart: tuple[list[nn.Module], tuple, dict[nn.Module, Parts | None]] | None = None
+        self._apart: tuple[list[dict], tuple, dict[nn.Module, Parts | None]] | None = None
 
     # What a family provides.
     @classmethod
@@ -178,7 +179,8 @@ class Backbone:
         """All blocks taken apart; anew when a module or a weight in them was exchanged."""
         if self._apart is None or _members(self._apart[0]) != self._apart[1]:
             modules = [module for block in self.blocks for module in block.modules()]
-            self._apart = (modules, _members(modules), {block: self.parts(block) for block in self.blocks})
+            held = [parts for m in modules for parts in (m._modules, m._parameters) if parts]
+            self._apart = (held, _members(held), {block: self.parts(block) for block in self.blocks})
         return self._apart[2]
 
     def install(self) -> None:
@@ -240,8 +242,8 @@ class Backbone:
         return after
 
 
-def _members(modules: list[nn.Module]) -> tuple[int, ...]:
-    return tuple(id(part) for m in modules for part in (*m._modules.values(), *m._parameters.values()))
+def _members(held: list[dict]) -> tuple[int, ...]:
+    return tuple(map(id, chain.from_iterable(map(dict.values, held))))
 
 
 @cache
