@@ -32,6 +32,7 @@ import httpx
 from fastapi.testclient import TestClient
 
 from dwindle.serve.app import create_app
+from dwindle.serve.batching import Batcher
 from dwindle.serve.limits import Limits, authorised
 from dwindle.serve.models import Served
 
@@ -77,6 +78,25 @@ def client(served):
     limits = Limits(bytes=200_000, pixels=1_000_000, images=4, batch=8, linger=0.02, seconds=20)
     with TestClient(create_app(served, limits)) as client:
         yield client
+
+
+def test_batches_run_beside_each_other_and_share_the_cores():
+    batcher, meet, before = Batcher(Limits(), workers=2, cores=2), threading.Barrier(2), torch.get_num_threads()
+
+    def met() -> int:
+        meet.wait(20)  # both are at work
+        return torch.get_num_threads()
+
+    async def ask(*calls):
+        return await asyncio.gather(*(batcher.alone(call) for call in calls))
+
+    try:
+        assert asyncio.run(ask(torch.get_num_threads)) == [2]
+        assert 1 in asyncio.run(ask(met, met))
+    finally:
+        batcher.close()
+        torch.set_num_threads(before)
+    assert not batcher.alive
 
 
 def test_bytes_and_json_get_the_same_answer(client):
