@@ -16,6 +16,7 @@ from dwindle.recipes import tiny_test
 from dwindle.train.build import build_vit, parameter_groups
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe, changed, find_recipe
+from dwindle.train.teaching import Answers
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +190,32 @@ def test_a_run_begins_from_a_checkpoint_with_it_as_teacher(data, tmp_path):
     assert (tmp_path / "static" / "README.md").read_text().startswith("---")
 
 
+@pytest.mark.parametrize("method", ["AHT", "DynamicViT"])
+def test_a_teacher_is_asked_once_for_runs_on_the_same_batches(method, data, tmp_path):
+    train(small(method="Static", method_options={}, epochs=1), data, tmp_path / "static")
+    settings = {"teacher": str(tmp_path / "static"), "resident": True, "mixup": 0.2, "accumulate": 2}
+    options = {"AHT": {"stages": (2, 3), "budget": 0.7}, "DynamicViT": {"stages": (2, 3)}}[method]
+    recipe = small(method=method, method_options=options, **settings)
+    answers, asked, losses = Answers(), [], []
+    for name, kept in (("alone", None), ("first", answers), ("second", answers)):
+        run = Run(recipe, data, tmp_path / name, device="cpu", answers=kept)
+        losses.append([numbers["total"] for numbers in run.epochs()])
+        asked.append(run.learn.teacher.asked)
+    assert losses[0] == losses[1] == losses[2]
+    steps = recipe.epochs * run.steps_per_epoch
+    assert asked == [steps, steps, 0]
+    run = Run(small(**settings, method="DynamicViT"), data, tmp_path / "third", device="cpu", answers=answers)
+    assert (answers.get(0, run.learn.teacher.names) is None) == (method == "AHT")  # it reads features as well
+
+
+def test_answers_beyond_the_limit_are_asked_again(monkeypatch):
+    monkeypatch.setattr("dwindle.train.teaching.KEPT", 1000)
+    answers = Answers()
+    for step in range(3):
+        answers.keep(step, {"logits": torch.zeros(100)})
+    assert [answers.get(step, ("logits",)) is not None for step in range(3)] == [True, True, False]
+
+
 @pytest.mark.parametrize("resident", [False, True])
 def test_typical_images_are_as_in_evaluation(data, tmp_path, resident, monkeypatch):
     run = Run(small(resident=resident), data, tmp_path / "run", device="cpu")
@@ -224,7 +251,9 @@ def test_packed_training_is_masked_training(data, tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-@pytest.mark.parametrize("method", ["AHT", "AViT", "Static", "DynamicViT", "TopK"])
+@pytest.mark.parametrize(
+    "method", ["AHT", "AViT", "Static", "DynamicViT", "TopK", "ACT", "PonderNet", "Confidence", "Similarity"]
+)
 def test_a_recorded_step_is_the_eager_one(method, data, tmp_path):
     """Compiled and as a CUDA graph, the same losses step by step; noise aside, which a graph draws anew."""
     options = {"AHT": {"stages": (2, 3), "budget": 0.8}, "AViT": {"target_depth": 4}, "Static": {}}
@@ -232,7 +261,7 @@ def test_a_recorded_step_is_the_eager_one(method, data, tmp_path):
     losses = []
     for compiled in (False, True):
         recipe = small(
-            method=method, method_options=options[method], epochs=3, resident=True, teacher="static", amp=False
+            method=method, method_options=options.get(method, {}), epochs=3, resident=True, teacher="static", amp=False
         )
         run = Run(dataclasses.replace(recipe, compile=compiled), data, tmp_path / str(compiled), device="cuda")
         losses.append([numbers["total"] for numbers in run.epochs()])

@@ -32,10 +32,26 @@ from .train.evaluate import calibrate
 from .train.loop import Run
 from .train.recipe import Recipe
 from .train.state import STATE
+from .train.teaching import Answers
 
 STATIC = "static"
 # Settings that say where and how often, not what: two results may differ in them and still be comparable.
 INCIDENTAL = ("weights", "save_every", "eval_every", "workers", "compile", "resident", "parallel", "layout")
+
+# What a teacher's answers depend on, beside the data.
+BATCHES = (
+    "teacher",
+    "seed",
+    "batch",
+    "image_size",
+    "min_scale",
+    "jitter",
+    "augment",
+    "mixup",
+    "cutmix",
+    "mix_prob",
+    "amp",
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +114,7 @@ class Compare:
             raise DwindleError("dwindle compare runs in one process; start it without torchrun.")
         self.only = set(only or known)
         self.resident: Any = None  # decoded once for all runs
+        self.answers: dict[str, Answers] = {}  # of each teacher, who is asked once for all runs on the same batches
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def results(self) -> Iterator[dict[str, Any]]:
@@ -232,9 +249,17 @@ class Compare:
             limit=self.limit,
             resume=resume,
             resident=self.resident,
+            answers=self._answers(recipe),
         )
         self.resident = run.resident
         return run
+
+    def _answers(self, recipe: Recipe) -> Answers | None:
+        """Kept for runs that differ in nothing an image on its way to the teacher meets."""
+        if recipe.teacher in (None, "static"):  # 'static': the run's own weights
+            return None
+        batches = json.dumps([getattr(recipe, name) for name in BATCHES])
+        return self.answers.setdefault(batches, Answers())
 
     def _trained(self, recipe: Recipe, folder: Path) -> tuple[Run, AdaptiveViT, float]:
         """A finished run, its model as saved, and the seconds of its last epoch (in the first, things are compiled)."""
@@ -243,7 +268,7 @@ class Compare:
         run = self._opened(recipe, folder, resume=(folder / STATE).exists())
         for _ in run.epochs(self.tick and partial(self.tick, folder.name)):
             pass
-        run.learn.recorded = None  # its memory, before the next run takes its own
+        run.learn.forget()  # its memory, before the next run takes its own
         return run, load(folder).to(run.device), run.seconds_per_epoch
 
     def _write(
@@ -251,6 +276,7 @@ class Compare:
     ) -> dict[str, float]:
         packed, masked = run.evaluate(model=model), run.evaluate("masked", model=model)
         speed = run.steps_per_epoch * run.batch / seconds if seconds else None
+        teacher = run.learn.teacher
         result = {
             "comparison": self.name,
             "name": name,
@@ -264,6 +290,7 @@ class Compare:
             "top1_masked": masked["top1"],
             "images_per_s_masked": masked["images_per_s"],
             "train_images_per_s": speed and round(speed),
+            "teacher_asked": teacher is not None and teacher.asked > 0,  # or its answers kept, which is faster
             "conditions": self._conditions(run.recipe),
             "taught": run.recipe.teacher is not None,
             "machine": _machine(run.device),

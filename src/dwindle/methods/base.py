@@ -42,6 +42,7 @@ class Method(nn.Module):
     dial: tuple[str, float, float] | None = None  # attribute that sets the cost after training: name, cheapest, dearest
     dial_per_image: bool = False  # it asks `dialled`, so images of one batch may have each their own
     asks_attention: bool = False  # its losses read the teacher's attention
+    asks_features: bool = False  # and its features
     progress: float = 1.0  # share of the training done; the training loop sets it, ramps read it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -62,7 +63,7 @@ class Method(nn.Module):
 
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
         """The method's own loss terms, unweighted. `teacher` is what a static model said of the batch, with its
-        attention in the trace if `asks_attention`."""
+        attention in the trace if `asks_attention`, and its features if `asks_features`."""
         return {}
 
     def exit_weights(self, trace: Trace) -> Tensor | None:

@@ -48,6 +48,7 @@ class DynamicViT(Method):
     """Predictors at three stages decide which patches go on; trained with hard Gumbel decisions and a ratio loss."""
 
     paper = "DynamicViT: Efficient Vision Transformers with Dynamic Token Sparsification, 2021"
+    asks_features = True
 
     def __init__(
         self,

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import gated
+
 
 def attend_ref(q: Tensor, k: Tensor, v: Tensor, gate_BN: Tensor, scale: float | None = None) -> Tensor:
     """softmax over the keys that count: out_i = sum_j g_j e_ij v_j / sum_j g_j e_ij, with e_ij = exp(q_i . k_j).
@@ -52,6 +54,8 @@ def attend_gated(
     of the definition, both divided by the same softmax sum. A gate of 0 still receives its gradient, so a token that
     was put out can learn to come back.
     """
+    if not dropout_p and gated.covers(q):
+        return gated.attend(q, k, v, gate_BN, scale)
     gate = gate_BN[:, None, :, None].to(v.dtype)
     # Fused kernels want a head size that is a multiple of 8: the gate comes as eight equal columns.
     columns = gate.expand(*v.shape[:-1], 8)

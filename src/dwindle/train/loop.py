@@ -36,6 +36,7 @@ from .evaluate import calibrate, evaluate
 from .recipe import Recipe
 from .state import claim_folder, random_state, read_state, restore_random, write_metrics, write_state
 from .step import WORTH_COMPILING, Step, full_state, load_full_state, shard
+from .teaching import Answers
 
 log = logging.getLogger("dwindle")
 LARGE = 10_000  # training images; fewer are learnt by heart
@@ -57,9 +58,10 @@ class Run:
         train_images: Images | None = None,
         eval_images: Images | None = None,
         resident: dict[str, Resident] | None = None,
+        answers: Answers | None = None,
     ) -> None:
         """data, eval_data: names or folders (train_images, eval_images: the same, opened; resident: also decoded, by an
-        earlier run). limit: only so many images of each."""
+        earlier run). limit: only so many images of each. answers: the teacher's, see `Step`."""
         self.recipe, self.out = recipe, Path(out)
         self.data = {"train": data, "eval": eval_data or data}
         self.given = dataclasses.asdict(recipe) | {"data": data, "eval_data": eval_data, "limit": limit}
@@ -97,7 +99,7 @@ class Run:
         fused = self.device.type == "cuda" and not self.sharded
         self.optimizer = torch.optim.AdamW(parameter_groups(self.model, recipe), lr=recipe.lr, fused=fused)
         self.schedule = self._schedule()
-        self.learn = Step(self.model, self.teacher, recipe, self.device)
+        self.learn = Step(self.model, self.teacher, recipe, self.device, answers if self.resident else None)
         if self._worth_compiling():
             self.learn.compile()
         self.epoch, self.step = 0, 0

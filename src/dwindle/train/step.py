@@ -4,47 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ranks
-from ..engine.recording import cut_by_matmul
 from ..model import AdaptiveViT, Output
 from .batches import seeded
 from .recipe import Recipe
 from .record import Recorded, record
+from .teaching import Answers, Teacher, fast
 
 WORTH_COMPILING = 200_000  # images; compiling takes about as long as these take without
 
 
 class Lesson(nn.Module):
-    """What a batch teaches: from images and labels to loss terms and what the batch cost."""
+    """What a batch teaches: from images, labels and what the teacher said, to loss terms and what the batch cost."""
 
-    def __init__(self, model: AdaptiveViT, teacher: AdaptiveViT | None, recipe: Recipe, device: torch.device) -> None:
+    def __init__(self, model: AdaptiveViT, teacher: Teacher | None, recipe: Recipe, device: torch.device) -> None:
         super().__init__()
-        self.model, self.recipe, self.device = model, recipe, device
-        self.teacher = [teacher]  # in a list: it is no part of what is trained, averaged or sharded
+        self.model, self.teacher, self.recipe, self.device = model, teacher, recipe, device
         self.compiled = False
 
-    def forward(self, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        model, teacher = self.model, self.teacher[0]
+    def forward(self, x: Tensor, y: Tensor, *said: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        model, teacher = self.model, self.teacher
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.amp and self.device.type == "cuda"):
-            with self._fast(model):
+            with fast(model, self.compiled):
                 out = model(x, layout=self.recipe.layout)
-            taught = None
-            if teacher is not None:
-                with torch.no_grad(), self._fast(teacher):
-                    taught = teacher(x, layout="masked")
+            taught = teacher.output(dict(zip(teacher.names, said)), x) if teacher is not None else None
             return self.terms(out, y, taught)
-
-    @contextlib.contextmanager
-    def _fast(self, model: AdaptiveViT) -> Iterator[None]:
-        cut = cut_by_matmul(model.vit) if self.compiled else contextlib.nullcontext()
-        with cut, model.backbone.compiling(self.compiled):
-            yield
 
     def terms(self, out: Output, y: Tensor, taught: Output | None) -> tuple[dict[str, Tensor], Tensor]:
         recipe = self.recipe
@@ -62,9 +51,18 @@ class Lesson(nn.Module):
 class Step:
     """`step(x, y)` trains on one batch and returns its terms, detached."""
 
-    def __init__(self, model: AdaptiveViT, teacher: AdaptiveViT | None, recipe: Recipe, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: AdaptiveViT,
+        teacher: AdaptiveViT | None,
+        recipe: Recipe,
+        device: torch.device,
+        answers: Answers | None = None,
+    ) -> None:
+        """answers: what the teacher said to an earlier run on the same batches, or where to leave it."""
         self.model, self.recipe, self.device = model, recipe, device
-        self.bare = Lesson(model, teacher, recipe, device)
+        self.teacher = None if teacher is None else Teacher(teacher, model.method, device, recipe.amp, answers)
+        self.bare = Lesson(model, self.teacher, recipe, device)
         # FSDP's parameters were sharded before the optimiser was made.
         exchanged = ranks.together() and recipe.parallel == "ddp"
         self.lesson: Any = _exchanging(self.bare, device) if exchanged else self.bare
@@ -75,6 +73,14 @@ class Step:
 
     def compile(self) -> None:
         self.bare.compiled = True
+        if self.teacher is not None:
+            self.teacher.compiled = True
+
+    def forget(self) -> None:
+        """Give back the memory of what was recorded."""
+        self.recorded = None
+        if self.teacher is not None:
+            self.teacher.recorded = None
 
     def __call__(self, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, at: int) -> dict[str, Tensor]:
         recipe, model = self.recipe, self.model
@@ -82,14 +88,16 @@ class Step:
             with seeded(recipe.seed, at):
                 x, y = self.mixup(x, y)
                 y = y.to(x.device)
-        if self.bare.compiled and x.is_cuda and not ranks.together() and recipe.accumulate == 1:
+        recording = self.bare.compiled and x.is_cuda and not ranks.together() and recipe.accumulate == 1
+        said = () if self.teacher is None else tuple(self.teacher(x, at, recording).values())
+        if recording:
             if self.recorded is None:
-                weights = self._weights().to(x.device)
-                self.recorded = record(self.backward, model, x, y, weights, what=type(model.method).__name__)
-            sums = self.recorded(x, y, self._weights())
+                given = (x, y, self._weights().to(x.device), *said)
+                self.recorded = record(self.backward, model, *given, what=type(model.method).__name__)
+            sums = self.recorded(x, y, self._weights(), *said)
         else:
             optimizer.zero_grad(set_to_none=True)
-            sums = self._gradients(x, y)
+            sums = self._gradients(x, y, *said)
         self.begun = True
         for parameter in self.alone:
             if parameter.grad is not None:
@@ -111,14 +119,14 @@ class Step:
             weights[: len(names)] = torch.tensor([given[name] for name in names])
         return weights
 
-    def _gradients(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """Of the batch, in as many micro-batches as the recipe says."""
-        parts = list(zip(x.chunk(self.recipe.accumulate), y.chunk(self.recipe.accumulate)))
+    def _gradients(self, x: Tensor, *rest: Tensor) -> dict[str, Tensor]:
+        """Of the batch, in as many micro-batches as the recipe says. rest: labels, what the teacher said."""
+        parts = list(zip(*(given.chunk(self.recipe.accumulate) for given in (x, *rest))))
         sums: dict[str, Tensor] = {}
-        for i, (x_part, y_part) in enumerate(parts):
+        for i, (x_part, y_part, *said) in enumerate(parts):
             share = len(x_part) / len(x)
             with self._exchange(last=i + 1 == len(parts)):
-                terms = self.backward(x_part, y_part, None, share)
+                terms = self.backward(x_part, y_part, None, *said, share=share)
             for name, value in terms.items():
                 sums[name] = sums.get(name, 0.0) + share * value
         return sums
@@ -127,9 +135,11 @@ class Step:
         """DDP exchanges gradients at the last micro-batch only; in its first step always, where it learns the graph."""
         return contextlib.nullcontext() if last or not self.begun or self.lesson is self.bare else self.lesson.no_sync()
 
-    def backward(self, x: Tensor, y: Tensor, weights: Tensor | None, share: float = 1.0) -> dict[str, Tensor]:
+    def backward(
+        self, x: Tensor, y: Tensor, weights: Tensor | None, *said: Tensor, share: float = 1.0
+    ) -> dict[str, Tensor]:
         """weights: of the terms, on the device; None: as they are now."""
-        terms, cost = self.lesson(x, y)
+        terms, cost = self.lesson(x, y, *said)
         total = (
             self.model.weighted(terms, self.recipe.label_weight, self.recipe.teacher_weight)
             if weights is None

@@ -1,0 +1,155 @@
+"""Attention with gated keys as one operator with a backward of its own, for training on a GPU.
+
+The definition is `attention.py: attend_ref`. PyTorch's fused kernels know no gate with a gradient: `attend_gated` gets
+it from them by wider values, at twice the time these take.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .rows import Tile, interpreted, power_of_two, precision
+from .rows import kernels as rows_kernels
+
+
+@cache
+def kernels() -> Any:
+    from . import gated_triton  # asked for only where Triton is
+
+    return gated_triton
+
+
+def covers(q: Tensor) -> bool:
+    """bf16 has the range of float32, so a ratio of any size can be one; larger heads do not fit the tiles."""
+    return q.dtype == torch.bfloat16 and q.shape[-1] <= 128 and (q.is_cuda or _on_cpu()) and _there()
+
+
+@torch.compiler.assume_constant_result
+def _there() -> bool:
+    return rows_kernels() is not None
+
+
+@torch.compiler.assume_constant_result
+def _on_cpu() -> bool:
+    return interpreted()
+
+
+def forward_tile(size: int, dtype: torch.dtype) -> Tile:
+    return _tile(size, dtype, Tile(128, 64, 0, 8, 2))
+
+
+def queries_tile(size: int, dtype: torch.dtype) -> Tile:
+    return _tile(size, dtype, Tile(128, 64, 0, 8, 2))
+
+
+def keys_tile(size: int, dtype: torch.dtype) -> Tile:
+    return _tile(size, dtype, Tile(64, 128, 0, 8, 2))
+
+
+def _tile(size: int, dtype: torch.dtype, best: Tile) -> Tile:
+    if interpreted():
+        return Tile(16, 16, 0, 4, 1)
+    if dtype == torch.float32 or size > 64:
+        return Tile(32, 32, 0, 4, 1)
+    return best
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor, ...], scale: float, *strided: Tensor, tile: Tile
+) -> None:
+    q = strided[0]
+    _, heads, tokens, size = q.shape
+    strides = [step for x in strided for step in x.stride()[:3]]
+    kernel[grid](
+        *tensors,
+        scale,
+        *strides,
+        heads,
+        tokens,
+        size,
+        PRECISION=precision(q),
+        BQ=tile.m,
+        BJ=tile.n,
+        BE=power_of_two(size, 16),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _like_rows(q: Tensor) -> Tensor:
+    """(B, H, N, E), which lies in memory as (B, N, H, E): how the layer after attention reads it."""
+    images, heads, tokens, size = q.shape
+    return q.new_empty(images, tokens, heads, size).transpose(1, 2)
+
+
+@torch.library.custom_op("dwindle::attend_gated", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, gate_BN: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    images, heads, tokens, size = q.shape
+    out, norm = _like_rows(q), torch.empty(q.shape[:3], device=q.device)
+    tile = forward_tile(size, q.dtype)
+    grid = (-(-tokens // tile.m), heads, images)
+    _launch(kernels().forward_kernel, grid, (q, k, v, gate_BN, out, norm), scale, q, k, v, tile=tile)
+    return out, norm
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, gate_BN: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return _like_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("dwindle::attend_gated_backward", mutates_args=())
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, gate_BN: Tensor, out: Tensor, norm: Tensor, dout: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    images, heads, tokens, size = q.shape
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    dq, dk, dv = (_like_rows(q) for _ in range(3))
+    dot, dgate = torch.empty_like(norm), torch.empty_like(norm)
+    tile = queries_tile(size, q.dtype)
+    tensors = (q, k, v, gate_BN, out, norm, dout, dq, dot)
+    _launch(
+        kernels().queries_kernel,
+        (-(-tokens // tile.m), heads, images),
+        tensors,
+        scale,
+        q,
+        k,
+        v,
+        out,
+        dout,
+        tile=tile,
+    )
+    tile = keys_tile(size, q.dtype)
+    tensors = (q, k, v, gate_BN, norm, dot, dout, dk, dv, dgate)
+    _launch(kernels().keys_kernel, (-(-tokens // tile.n), heads, images), tensors, scale, q, k, v, dout, tile=tile)
+    return dq, dk, dv, dgate.sum(1)
+
+
+@_backward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, gate_BN: Tensor, out: Tensor, norm: Tensor, dout: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _like_rows(q), _like_rows(q), _like_rows(q), torch.empty_like(gate_BN)
+
+
+def _remember(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, gate_BN, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, gate_BN, *output)
+
+
+def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(*ctx.saved_tensors, dout, ctx.scale), None
+
+
+_forward.register_autograd(_differentiate, setup_context=_remember)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, gate_BN: Tensor, scale: float | None = None) -> Tensor:
+    """`attend_ref`, with gradients for all it is given."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _forward(q, k, v, gate_BN.float().contiguous(), scale)[0]

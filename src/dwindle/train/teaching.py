@@ -1,0 +1,96 @@
+"""What a teacher says of a batch. Runs that see the same batches ask it once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..backbones.base import Backbone
+from ..engine.recording import cut_by_matmul
+from ..methods import Method
+from ..model import AdaptiveViT, Output
+from ..tokens import Where
+from ..trace import Trace
+from .record import Recorded, record
+
+KEPT = 6 << 30  # bytes of answers kept at most
+
+
+class Answers:
+    """A teacher's, by step: of runs with the same teacher, data, seed and augmentation, the first leaves them to the
+    others. What would take too much memory is asked again."""
+
+    def __init__(self) -> None:
+        self.said: dict[int, dict[str, Tensor]] = {}
+        self.bytes = 0
+
+    def get(self, step: int, names: tuple[str, ...]) -> dict[str, Tensor] | None:
+        held = self.said.get(step, {})
+        return {name: held[name] for name in names} if held.keys() >= set(names) else None
+
+    def keep(self, step: int, said: dict[str, Tensor]) -> None:
+        held = self.said.setdefault(step, {})
+        for name, value in said.items():
+            if name not in held and self.bytes + value.nbytes <= KEPT:
+                held[name] = value
+                self.bytes += value.nbytes
+
+
+class Teacher:
+    """`teacher(x, step)`: its answers to a batch, and what else the method's losses read, by name."""
+
+    def __init__(
+        self, model: AdaptiveViT, method: Method, device: torch.device, amp: bool, answers: Answers | None = None
+    ) -> None:
+        self.model, self.device, self.answers = model, device, answers
+        self.amp = amp and device.type == "cuda"
+        asked = {"attention": method.asks_attention, "features": method.asks_features}
+        self.names = ("logits", *(name for name, wanted in asked.items() if wanted))
+        self.asked = 0  # batches it was really asked about
+        self.compiled = False
+        self.recorded: Recorded | None = None
+
+    def __call__(self, x: Tensor, step: int, recording: bool = False) -> dict[str, Tensor]:
+        held = self.answers.get(step, self.names) if self.answers else None
+        if held is not None:
+            return held
+        self.asked += 1
+        if recording and self.recorded is None:
+            self.recorded = record(self._ask, self.model, x, what="its teacher")
+        said = self._ask(x) if self.recorded is None else self.recorded(x)
+        if self.answers:
+            self.answers.keep(step, said)
+        return said
+
+    @torch.no_grad()
+    def _ask(self, x: Tensor) -> dict[str, Tensor]:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp), fast(self.model, self.compiled):
+            out = self.model(x, layout="masked")
+        said = {"logits": out.logits}
+        if "attention" in self.names:
+            said["attention"] = out.trace.stack("attention").mean(0)
+        if "features" in self.names:
+            said["features"] = out.features
+        return said
+
+    def output(self, said: dict[str, Tensor], x: Tensor) -> Output:
+        """As losses take it: attention, the mean over blocks, stands at each of them."""
+        shape = self.model.backbone.shape
+        size = (x.shape[-2], x.shape[-1])
+        trace = Trace((len(x), shape.tokens(size)), shape.prefix, shape.grid(size), shape.blocks)
+        everyone = Where(trace.shape, live_BN=torch.ones(trace.shape, dtype=torch.bool, device=x.device))
+        trace.lives = [everyone] * shape.blocks
+        trace.values = [{"attention": said["attention"]} if "attention" in said else {}] * shape.blocks
+        return Output(said["logits"], trace, said.get("features", said["logits"].new_empty(0)))
+
+
+@contextlib.contextmanager
+def fast(model: AdaptiveViT, compiled: bool) -> Iterator[None]:
+    """Within, a model's blocks run compiled, its patches are cut by one matrix product."""
+    backbone: Backbone = model.backbone
+    cut = cut_by_matmul(model.vit) if compiled else contextlib.nullcontext()
+    with cut, backbone.compiling(compiled):
+        yield
