@@ -39,15 +39,15 @@ def _on_cpu() -> bool:
 
 
 def forward_tile(size: int, dtype: torch.dtype) -> Tile:
-    return _tile(size, dtype, Tile(128, 64, 0, 8, 2))
+    return _tile(size, dtype, Tile(128, 32, 0, 4, 3))
 
 
 def queries_tile(size: int, dtype: torch.dtype) -> Tile:
-    return _tile(size, dtype, Tile(128, 64, 0, 8, 2))
+    return _tile(size, dtype, Tile(64, 64, 0, 4, 3))
 
 
 def keys_tile(size: int, dtype: torch.dtype) -> Tile:
-    return _tile(size, dtype, Tile(64, 128, 0, 8, 2))
+    return _tile(size, dtype, Tile(32, 128, 0, 4, 2))
 
 
 def _tile(size: int, dtype: torch.dtype, best: Tile) -> Tile:
