@@ -1,33 +1,13 @@
 """Attention with gated keys: the kernels against the definition, under Triton's interpreter, or on a GPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from dwindle.ops import gated
-from dwindle.ops import rows as ops
 from dwindle.ops.attention import attend_gated, attend_ref
+from with_triton import CUDA, DEVICE, in_the_interpreter, kernels
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-WITH_KERNELS = CUDA or ops.interpreted()
-
-if not WITH_KERNELS:
-
-    @pytest.mark.skipif(not pytest.importorskip("triton"), reason="Triton is not here")
-    def test_kernels_in_the_interpreter():
-        """Triton decides when it is imported whether to interpret: a process of its own."""
-        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", __file__]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:]
-        assert "passed" in done.stdout and "skipped" not in done.stdout
-
-
-kernels = pytest.mark.skipif(not WITH_KERNELS, reason="needs a GPU or TRITON_INTERPRET=1")
+test_kernels_in_the_interpreter = in_the_interpreter(__file__)
 
 
 def problem(images, heads, tokens, size, share, seed, dtype=torch.float32):

@@ -2,8 +2,6 @@
 
 import os
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,25 +11,12 @@ from torch import nn
 
 from dwindle.ops import heirs_rows, planner
 from dwindle.ops import rows as ops
+from with_triton import CUDA, DEVICE, in_the_interpreter, kernels
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-WITH_KERNELS = CUDA or ops.interpreted()
-
-if not WITH_KERNELS:
-
-    @pytest.mark.skipif(not pytest.importorskip("triton"), reason="Triton is not here")
-    def test_kernels_in_the_interpreter():
-        """Triton decides when it is imported whether to interpret: a process of its own."""
-        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", __file__]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:]
-        assert "passed" in done.stdout and "skipped" not in done.stdout
+test_kernels_in_the_interpreter = in_the_interpreter(__file__)
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if CUDA else [torch.float32]
-kernels = pytest.mark.skipif(not WITH_KERNELS, reason="needs a GPU or TRITON_INTERPRET=1")
 several_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
