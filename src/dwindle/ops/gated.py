@@ -110,22 +110,13 @@ def _backward(
     dq, dk, dv = (_like_rows(q) for _ in range(3))
     dot, dgate = torch.empty_like(norm), torch.empty_like(norm)
     tile = queries_tile(size, q.dtype)
-    tensors = (q, k, v, gate_BN, out, norm, dout, dq, dot)
-    _launch(
-        kernels().queries_kernel,
-        (-(-tokens // tile.m), heads, images),
-        tensors,
-        scale,
-        q,
-        k,
-        v,
-        out,
-        dout,
-        tile=tile,
-    )
+    grid = (-(-tokens // tile.m), heads, images)
+    by_query = (q, k, v, gate_BN, out, norm, dout, dq, dot)
+    _launch(kernels().queries_kernel, grid, by_query, scale, q, k, v, out, dout, tile=tile)
     tile = keys_tile(size, q.dtype)
-    tensors = (q, k, v, gate_BN, norm, dot, dout, dk, dv, dgate)
-    _launch(kernels().keys_kernel, (-(-tokens // tile.n), heads, images), tensors, scale, q, k, v, dout, tile=tile)
+    grid = (-(-tokens // tile.n), heads, images)
+    by_key = (q, k, v, gate_BN, norm, dot, dout, dk, dv, dgate)
+    _launch(kernels().keys_kernel, grid, by_key, scale, q, k, v, dout, tile=tile)
     return dq, dk, dv, dgate.sum(1)
 
 
