@@ -237,6 +237,12 @@ class AdaptiveViT(nn.Module):
         self.backbone.remove()
         return self.vit
 
+    def push_to_hub(self, repo: str, **options: Any) -> str:
+        """Upload as a checkpoint with a model card, which `dwindle.load(repo)` reads back; options: `dwindle.hub`'s."""
+        from .hub import push_to_hub
+
+        return push_to_hub(self, repo, **options)
+
     def check_images(self, images: Tensor) -> None:
         shape = self.backbone.shape
         sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == shape.channels
