@@ -86,6 +86,9 @@ def test_bad_labels_and_layout():
             model.loss(out, labels)
     with pytest.raises(dwindle.DwindleError, match="did you mean 'packed'"):
         model(images_for(model), layout="paked")
+    for layout in ("packed", "masked"):
+        with pytest.raises(dwindle.DwindleError, match="one per image and token"):
+            model(images_for(model, 2), layout=layout, depths=torch.ones(2, 3))
 
 
 def test_unfused_attention_is_switched_and_restored():

@@ -90,6 +90,9 @@ class AdaptiveViT(nn.Module):
         tokens = start(embedded, shape.prefix)
         tokens.reader, tokens.compiling = self.backbone.readout, self.backbone.compiled
         if depths is not None:
+            if tuple(depths.shape) != tuple(tokens.shape):
+                wanted = " x ".join(map(str, tokens.shape))
+                raise DwindleError(f"depths of shape {tuple(depths.shape)}: give one per image and token, {wanted}.")
             tokens.notes["forced"] = depths.to(images.device).reshape(tokens.x.shape[:-1])
         if dial is not None:
             if not self.method.dial_per_image or dial.shape != images.shape[:1]:
