@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -178,6 +179,17 @@ def test_bad_settings(given, said):
 def test_bad_images(shape):
     with pytest.raises(dwindle.DwindleError, match="multiples of 8"):
         tiny()(torch.zeros(shape, dtype=torch.float64))
+
+
+def test_images_of_another_type():
+    with pytest.raises(dwindle.DwindleError, match=r"uint8.*float32"):
+        dwindle.AdaPerceiver.preset("tiny").eval()(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+
+
+def test_settings_from_numpy():
+    model, x = tiny(), images()
+    for given in (np.array([4, 8, 8, 4]), np.int64(8)):
+        torch.testing.assert_close(model(x, tokens=given).logits, model(x, tokens=given.tolist()).logits)
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,21 @@ def test_stopped_run_resumes_to_the_same_end(places, here, monkeypatch):
     assert run(f"{line} --resume", **places).json["epoch"] == 2  # nothing left to do is no mistake
 
 
+def test_a_run_killed_before_its_first_save_begins_again(places, here, monkeypatch):
+    from dwindle.train.loop import Run
+
+    def stopped(self, tick):
+        raise KeyboardInterrupt
+
+    line = "train tiny_test --data {data} --out run {tiny}"
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_train_epoch", stopped)
+        assert run(line, **places).code == 130
+    done = run(f"{line} --resume", **places)
+    assert done.json["epoch"] == 2 and "from the start" in done.err
+    assert rows_of(Path("run")) == rows_of(places["run"])
+
+
 def test_eval(places, here):
     packed = run("eval {run} --data {data} --device cpu", **places).json
     assert set(packed) == {"top1", "top5", "gmacs", "gmacs_static", "depth", "images", "images_per_s"}
@@ -333,6 +348,14 @@ BAD = {
     "eval {run} --data {data} --device cpu:abc": "cpu:abc",
     "eval {run} --data {data} --threshold -1": "--threshold",
     "eval {static} --data {data} --threshold 1": "Static",
+    "eval {run} --data {data} --tau 0.5": "--tau",
+    "view {run} {img}/good.png --tau 0.5": "--tau",
+    "bench {run} --fraction 0.01": "fraction",
+    "bench {run} --seconds -1": "--seconds",
+    "export {run} --to onnx --out new.onnx --seconds -1": "--seconds",
+    "quantize {run} --out new --seconds -1": "--seconds",
+    "search tsa_tiny_test --data {data} --out new": "tsa_tiny_test",
+    "search ada_tiny_test --data {data} --out new": "ada_tiny_test",
     "eval {run} --data {data} --batch 0": "--batch",
     "eval {run} --data {data} --limit 0": "--limit",
     "eval {run} --data {data} --workers -1": "workers",

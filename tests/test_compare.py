@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections import Counter
 from unittest import mock
 
@@ -313,6 +314,9 @@ def test_the_figure_has_a_line_for_each_method(tmp_path):
     assert handles[1].lines[0].get_xydata().tolist() == [[0.5, 62.0], [0.7, 71.0]]
     assert "GMACs" in axis.get_xlabel() and "top-1" in axis.get_ylabel()
     figure.savefig(tmp_path / "tradeoff.png")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tradeoff([], "nothing finished yet", "static")
 
 
 def test_results_are_read_back(whole):

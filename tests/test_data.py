@@ -131,7 +131,7 @@ def test_load_image_refuses(tmp_path, monkeypatch):
     for fmt in ("PNG", "JPEG"):
         with pytest.raises(DwindleError, match="Cannot decode"):
             load_image(encode(Image.fromarray(pixels(0, 64, 64)), fmt)[:-600])
-    with pytest.raises(DwindleError, match="Cannot decode"):
+    with pytest.raises(DwindleError, match=r"Cannot decode .* none of JPEG"):  # no object's address in it
         load_image(b"")
     monkeypatch.setattr("dwindle.images.MAX_PIXELS", 300)
     with pytest.raises(DwindleError, match="20x16 pixels"):

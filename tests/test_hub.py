@@ -46,6 +46,17 @@ def test_there_and_back(hub):
         torch.testing.assert_close(back(images).logits, model(images).logits)
 
 
+def test_as_a_method_of_the_model(hub):
+    assert build("vit", METHODS["Static"]()).push_to_hub("me/static") == "hub://me/static"
+    assert (hub / "me" / "static" / "model.safetensors").is_file()
+
+
+def test_a_language_model_has_its_own_card(hub):
+    push_to_hub(dwindle.load("tsa_shakespeare"), "me/tsa")
+    card = (hub / "me" / "tsa" / "README.md").read_text()
+    assert "text-generation" in card and "dwindle generate me/tsa" in card and "images" not in card
+
+
 def test_bad_names_and_no_network(hub, monkeypatch):
     import huggingface_hub
 

@@ -33,6 +33,12 @@ def test_train(places):
     assert {"loss", "bpc", "tlops_saved", "macs_saved", "loss_soft"} <= result.keys()
 
 
+def test_a_run_killed_before_its_first_save_begins_again(tmp_path):
+    (tmp_path / "run").mkdir()
+    done = run("train tsa_tiny_test --out {out} --resume --set steps=2 --device cpu", out=tmp_path / "run")
+    assert done.json["step"] == 2 and "from the start" in done.err
+
+
 def test_train_on_any_text_and_resume(places, tmp_path):
     line = "train tsa_tiny_test --data {own} --out {out} --set context=16 --device cpu"
     assert run(line, own=places["own"], out=tmp_path / "a").json["step"] == 20
@@ -71,6 +77,12 @@ def test_view(places, tmp_path):
     assert "http" not in html.replace("http-equiv", "") and "<script" not in html
     result = run("view {run} --out {out} --device cpu", **places, out=tmp_path / "own").json
     assert result["pages"][0]["characters"] == 2000
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "text.txt").write_text(TEXT)
+    texts = {"one": tmp_path / "one" / "text.txt", "other": tmp_path / "other" / "text.txt"}
+    result = run("view {run} {one} {other} --out {out} --device cpu", **places, **texts, out=tmp_path / "both").json
+    assert len({page["page"] for page in result["pages"]}) == 2  # of the same name, a page each
 
 
 def test_bench(places, monkeypatch):

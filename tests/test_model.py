@@ -63,6 +63,8 @@ def test_what_is_not_a_method_or_adapted_twice():
         (torch.randn(3, 32, 32), "do not fit"),
         (torch.zeros(2, 3, 32, 32, dtype=torch.uint8), "uint8"),
         (torch.full((2, 3, 32, 32), torch.nan), "NaN"),
+        (torch.randn(0, 3, 32, 32), r"\(0, 3, 32, 32\)"),
+        (torch.randn(2, 3, 32, 32).half(), r"float16.*images\.to"),
     ],
 )
 def test_bad_images(images, message):
@@ -79,8 +81,14 @@ def test_bad_labels_and_layout():
     for labels in ([0, 5], [-1, 0]):
         with pytest.raises(dwindle.DwindleError, match="5 classes"):
             model.loss(out, torch.tensor(labels))
+    for labels in (torch.tensor([0]), torch.tensor([0.0, 1.0]), torch.rand(2, 6)):
+        with pytest.raises(dwindle.DwindleError, match="do not fit 2 images"):
+            model.loss(out, labels)
     with pytest.raises(dwindle.DwindleError, match="did you mean 'packed'"):
         model(images_for(model), layout="paked")
+    for layout in ("packed", "masked"):
+        with pytest.raises(dwindle.DwindleError, match="one per image and token"):
+            model(images_for(model, 2), layout=layout, depths=torch.ones(2, 3))
 
 
 def test_unfused_attention_is_switched_and_restored():

@@ -115,6 +115,8 @@ def test_bad_requests(places, tmp_path):
     run(places, tmp_path / "p.parquet")
     with pytest.raises(dwindle.DwindleError, match="holds something else"):
         run(places, tmp_path / "p.parquet", part=5)
+    with pytest.raises(dwindle.DwindleError, match="--limit 0"):
+        run(places, tmp_path / "q.parquet", limit=0)
     with pytest.raises(dwindle.DwindleError, match=r"ends in \.parquet"):
         run(places, tmp_path / "p.csv")
     with pytest.raises(dwindle.DwindleError, match="not found"):

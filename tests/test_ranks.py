@@ -294,6 +294,11 @@ def test_the_command_line_speaks_once(data, tmp_path):
     assert (tmp_path / "out1").read_text() == "" == (tmp_path / "err1").read_text()
     assert processes(2, _commanded, line, tmp_path) == [2, 2]
     assert "holds a run already" in (tmp_path / "err1").read_text()
+    line, said = f"eval {tmp_path}/run --data {data} --device cpu --workers 0".split(), tmp_path / "eval"
+    said.mkdir()
+    assert processes(2, _commanded, line, said) == [0, 0]
+    assert json.loads((said / "out0").read_text().splitlines()[-1])["images"] == 7
+    assert (said / "out1").read_text() == ""
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -46,8 +47,13 @@ def forced_depths(images: int, shape: Shape, fraction: float, seed: int = 0) -> 
         raise DwindleError(f"fraction = {fraction}: it is the share of token-blocks still computed, in (0, 1].")
     generator = torch.Generator().manual_seed(seed)
     patches, blocks = shape.tokens() - shape.prefix, shape.blocks
+    least = (shape.prefix * blocks + patches) / (shape.tokens() * blocks)
+    if fraction < least:
+        raise DwindleError(
+            f"fraction = {fraction}: every token runs the first of {blocks} blocks, class tokens run all; give a share "
+            f"from {math.ceil(100 * least) / 100} to 1."
+        )
     wanted = round(fraction * images * shape.tokens() * blocks) - images * shape.prefix * blocks
-    wanted = min(max(wanted, images * patches), images * patches * blocks)
     drawn = torch.rand(images * patches, generator=generator, dtype=torch.float64)
     depths = (blocks * drawn ** (1 / fraction - 1)).ceil().long().clamp(1, blocks)
     while (gap := wanted - int(depths.sum())) != 0:

@@ -339,5 +339,6 @@ def tradeoff(rows: Sequence[dict[str, Any]], title: str, reference: str) -> Figu
     axis.set(xlabel="GMACs per image", ylabel="top-1 (%)")
     axis.grid(axis="x", color="0.9")
     _tidy(axis, "mean over seeds; bars: standard deviation")
-    axis.legend(fontsize=9, loc="lower right", frameon=False)
+    if names:
+        axis.legend(fontsize=9, loc="lower right", frameon=False)
     return figure

@@ -17,13 +17,16 @@ from .terminal import (
     OptionalData,
     Tau,
     aside,
+    claimed,
     console,
     device_for,
     finish,
     needed,
     numbers,
+    only_for_language,
     plain,
     progress_bar,
+    resumes,
     show_table,
 )
 
@@ -116,10 +119,10 @@ def train(
     if language.is_recipe(settings):
         return language.train(recipe, settings, data, out, resume, device, eval_data=eval_data, limit=limit)
     data, out = needed(data, "train", "--data"), needed(out, "train", "--out")
-    begin = settings.runner()
+    begin, resume = settings.runner(), resumes(resume, out)
     run = begin(settings, data, out, eval_data=eval_data, device=device_for(device), resume=resume, limit=limit)
     speaks = ranks.rank() == 0  # of several processes one
-    with progress_bar(speaks) as bar:
+    with claimed(out), progress_bar(speaks) as bar:
         task = bar.add_task("training", total=settings.epochs * run.steps_per_epoch, completed=run.step)
 
         def tick(step: int, steps: int, terms: dict[str, Any]) -> None:
@@ -153,6 +156,7 @@ def evaluate(
     device: Device = None,
 ) -> None:
     """Accuracy, cost and speed of a checkpoint on a data set."""
+    from . import ranks
     from .checkpoint import load_halting
     from .lm import cli as language
     from .methods.base import require
@@ -167,19 +171,22 @@ def evaluate(
     require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
     if language.is_checkpoint(checkpoint):
         return language.evaluate(checkpoint, data, layout, threshold, tau, batch, limit, device)
+    only_for_language(tau=tau)
     data = needed(data, "eval", "--data")
     model = load_halting(checkpoint)
     if threshold is not None:
         _turn_threshold(model, threshold)
     images = evaluation_images(model, data, limit)
-    with progress_bar() as bar:
-        task = bar.add_task("evaluating", total=len(images))
-        batches = loader(images, batch, workers=workers)
-        result = measure(
-            model, batches, layout=layout, device=device_for(device), progress=lambda n: bar.advance(task, n)
-        )
-    show_table(f"{checkpoint} on {data} ({layout})", list(result), [list(result.values())])
-    finish(result)
+    place = ranks.join(device_for(device)) or "cpu"
+    rank, world = ranks.rank(), ranks.world()  # of several processes each takes its share, and one speaks
+    with progress_bar(rank == 0) as bar:
+        task = bar.add_task("evaluating", total=len(images) // world)
+        batches = loader(images, batch, workers=workers, rank=rank, world=world)
+        result = measure(model, batches, layout=layout, device=place, progress=lambda n: bar.advance(task, n))
+    ranks.leave()
+    if rank == 0:
+        show_table(f"{checkpoint} on {data} ({layout})", list(result), [list(result.values())])
+        finish(result)
 
 
 def _turn_threshold(model: Any, threshold: float) -> None:
@@ -219,10 +226,12 @@ def bench(
     from .bench import DTYPES, INT8, model_to_bench, some_photos
     from .bench import bench as time_it
     from .lm import cli as language
+    from .methods.base import require
 
     kinds = [*DTYPES] if language.is_checkpoint(model) else [*DTYPES, INT8]
     if dtype not in kinds:
         raise unknown("dtype", dtype, kinds)
+    require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
     batches, fractions = numbers("--batch", batch, int), numbers("--fraction", fraction, float)
     if language.is_checkpoint(model):
         return language.bench(model, batches, fractions, dtype, seconds, device, static=static, data=data)
@@ -275,6 +284,7 @@ def view(
 
     if language.is_checkpoint(checkpoint):
         return language.view(checkpoint, images, out, threshold, tau, device)
+    only_for_language(tau=tau)
     images = needed(images, "view", "images")
     model = load_halting(checkpoint)
     if threshold is not None:

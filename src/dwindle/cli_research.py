@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .errors import DwindleError
 from .terminal import (
     Data,
     Device,
@@ -146,10 +147,12 @@ def search(
     device: Device = None,
 ) -> None:
     """Search lambda_p and lambda_t with Optuna, judged on held-out training images. A killed search goes on."""
-    from .train.recipe import changed, find_recipe
+    from .train.recipe import Recipe, changed, find_recipe
     from .train.search import search as look
 
     settings = changed(find_recipe(recipe)(), set or [])
+    if type(settings) is not Recipe:
+        raise DwindleError(f"{recipe} trains no method on a vision transformer, which is what dwindle search tunes.")
     with progress_bar() as bar:
         task = bar.add_task("trials", total=trials)
         result = look(

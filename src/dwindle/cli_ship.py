@@ -41,8 +41,10 @@ def export(
     from .checkpoint import load_halting
     from .export import check_images
     from .export import export as write
+    from .methods.base import require
     from .train.evaluate import calibrate
 
+    require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
     model = load_halting(checkpoint)
     if budget is not None:
         calibrate(model, check_images(model), budget)
@@ -77,6 +79,7 @@ def quantize(
 
     require(batch >= 1, f"--batch {batch}", "it must be at least 1")
     require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
+    require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
     require(not out.is_file(), f"--out {out}", "a checkpoint is a folder and this is a file")
     model = load_halting(checkpoint)
     photos = check_images(model)

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from .card import write_card
-from .checkpoint import CONFIG, WEIGHTS, save
+from .checkpoint import CONFIG, LANGUAGE, WEIGHTS, read_config, save
 from .errors import DwindleError
 from .model import AdaptiveViT
 
@@ -46,6 +46,11 @@ def push_to_hub(
 def hub_folder(model: AdaptiveViT, folder: str | os.PathLike, repo: str) -> Path:
     """The repository as it will lie on the Hub."""
     path = save(model, folder)
-    write_card(path, repo)
+    if read_config(path)["backbone"]["family"] in LANGUAGE:
+        from .lm.card import write_lm_card
+
+        write_lm_card(path, repo)
+    else:
+        write_card(path, repo)
     assert all((path / name).is_file() for name in (CONFIG, WEIGHTS))
     return path

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from .errors import DwindleError, unknown
@@ -38,6 +38,10 @@ def load_image(source: str | os.PathLike | bytes, what: str | None = None) -> Im
         raise
     except FileNotFoundError as error:
         raise DwindleError(f"There is no file {what}; check the path.") from error
+    except UnidentifiedImageError as error:  # its own words name an object in memory, where there is no file
+        raise DwindleError(
+            f"Cannot decode the image {what}: it is damaged or none of {', '.join(FORMATS)}; replace it."
+        ) from error
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
         raise DwindleError(f"Cannot decode the image {what}: {error}; replace or remove it.") from error
 

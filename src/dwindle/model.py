@@ -90,6 +90,9 @@ class AdaptiveViT(nn.Module):
         tokens = start(embedded, shape.prefix)
         tokens.reader, tokens.compiling = self.backbone.readout, self.backbone.compiled
         if depths is not None:
+            if tuple(depths.shape) != tuple(tokens.shape):
+                wanted = " x ".join(map(str, tokens.shape))
+                raise DwindleError(f"depths of shape {tuple(depths.shape)}: give one per image and token, {wanted}.")
             tokens.notes["forced"] = depths.to(images.device).reshape(tokens.x.shape[:-1])
         if dial is not None:
             if not self.method.dial_per_image or dial.shape != images.shape[:1]:
@@ -151,7 +154,7 @@ class AdaptiveViT(nn.Module):
         distill: 'soft', KL(teacher || student); 'hard', cross-entropy with the teacher's answer; 'token', the same on
         the distillation token's own head, while the class token's learns from the labels (DeiT).
         """
-        self._check_labels(labels, out.logits.shape[-1])
+        self._check_labels(labels, out.logits)
         if distill not in DISTILLATIONS:
             raise unknown("distillation", distill, DISTILLATIONS)
         answers, heads = [out.logits], (out.logits, out.logits)
@@ -196,12 +199,19 @@ class AdaptiveViT(nn.Module):
         weights = {"task": label_weight, "distill": teacher_weight} | self.method.loss_weights
         return torch.stack([weights[name] * term for name, term in terms.items()]).sum()
 
-    def _check_labels(self, labels: Tensor, classes: int) -> None:
+    def _check_labels(self, labels: Tensor, logits: Tensor) -> None:
+        images, classes = logits.shape
+        shares = labels.is_floating_point()
+        if tuple(labels.shape) != ((images, classes) if shares else (images,)):
+            raise DwindleError(
+                f"Labels of shape {tuple(labels.shape)} and type {labels.dtype} do not fit {images} images; give whole "
+                f"numbers ({images},), or shares of the {classes} classes as floats ({images}, {classes})."
+            )
         # On a GPU this look would cost a synchronisation; there the data was checked when it was opened.
         if (
             torch.compiler.is_compiling()
             or labels.is_cuda
-            or labels.is_floating_point()
+            or shares
             or 0 <= int(labels.min()) <= int(labels.max()) < classes
         ):
             return
@@ -230,9 +240,15 @@ class AdaptiveViT(nn.Module):
         self.backbone.remove()
         return self.vit
 
+    def push_to_hub(self, repo: str, **options: Any) -> str:
+        """Upload as a checkpoint with a model card, which `dwindle.load(repo)` reads back; options: `dwindle.hub`'s."""
+        from .hub import push_to_hub
+
+        return push_to_hub(self, repo, **options)
+
     def check_images(self, images: Tensor) -> None:
         shape = self.backbone.shape
-        sized = images.dim() == 4 and images.shape[1] == shape.channels
+        sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == shape.channels
         if self.backbone.any_size:
             sized = sized and all(side and side % patch == 0 for side, patch in zip(images.shape[-2:], shape.patch))
         else:
@@ -243,6 +259,7 @@ class AdaptiveViT(nn.Module):
                 f"Images of shape {tuple(images.shape)} and type {images.dtype} do not fit this model; it takes floats "
                 f"(batch, {shape.channels}, {size}); resize the images or build the model with img_size=..."
             )
+        check_dtype(images, next(self.vit.parameters()).dtype)
 
     def check_logits(self, logits: Tensor, images: Tensor) -> None:
         """NaN in an image reaches its logits, where looking for it is cheap."""
@@ -254,6 +271,12 @@ class AdaptiveViT(nn.Module):
             raise DwindleError("The images hold NaN or infinite values; check how they were loaded and normalised.")
         if not self.training:  # a run that diverges hears it from its loss
             raise DwindleError("The model gives NaN or infinite logits on these images; its weights are damaged.")
+
+
+def check_dtype(images: Tensor, weights: torch.dtype) -> None:
+    """Autocast brings images and weights together; without it they must be of one type."""
+    if images.dtype != weights and not torch.is_autocast_enabled(images.device.type):
+        raise DwindleError(f"The images are {images.dtype}, the weights {weights}; convert one: images.to({weights}).")
 
 
 def adapt(vit: nn.Module, method: Method) -> AdaptiveViT:

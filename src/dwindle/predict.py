@@ -53,6 +53,8 @@ def predict(
         raise DwindleError(f"--out {path}: predictions go to a file that ends in .parquet; name one.")
     if min(batch, part) < 1 or workers < 0:
         raise DwindleError(f"batch = {batch}, part = {part}, workers = {workers}: give at least 1, 1 and 0.")
+    if limit is not None and limit < 1:
+        raise DwindleError(f"--limit {limit}: it must be at least 1.")
     images = open_images(data)
     if limit is not None:
         images = images.select(np.arange(min(limit, len(images))))

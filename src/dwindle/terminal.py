@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -78,6 +81,35 @@ def needed(given: Any, command: str, name: str) -> Any:
     if not given:
         raise DwindleError(f"dwindle {command} needs {name} for a vision model; see dwindle {command} --help.")
     return given
+
+
+def only_for_language(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise DwindleError(f"--{name} {value} is for language models; leave it out for a vision model.")
+
+
+def resumes(asked: bool, out: Path) -> bool:
+    """Whether there is something to go on with. A run killed before its first save begins again, to the same end."""
+    from .train.state import STATE
+
+    begun = out.is_dir() and not (out / STATE).exists()
+    if asked and begun:
+        aside.print(f"{plain(str(out))} holds nothing saved yet: from the start.", soft_wrap=True)
+    return asked and not begun
+
+
+@contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """A run's folder, there before its first save, so that --resume knows one that was killed by then; where the run is
+    refused instead, an empty one is gone again."""
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except DwindleError:
+        with suppress(OSError):
+            out.rmdir()
+        raise
 
 
 def numbers(option: str, text: str, kind: Any) -> list[Any]:

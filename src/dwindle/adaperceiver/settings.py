@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import DwindleError
+from ..model import check_dtype
 from ..tokens import Where
 from ..trace import Trace
 
@@ -34,7 +36,7 @@ def _chosen(model: AdaPerceiver, name: str, given: Choice, count: int, default: 
     """One number per image."""
     if given is None:
         return [default] * count
-    if isinstance(given, Tensor):
+    if isinstance(given, Tensor | np.ndarray | np.generic):
         given = given.tolist()
     values: list[Any] = list(given) if isinstance(given, Sequence) else [given] * count
     if len(values) != count:
@@ -57,6 +59,7 @@ def check(model: AdaPerceiver, images: Tensor, exit: float | None) -> None:
             f"Images of shape {tuple(images.shape)} do not fit this network; it takes (batch, {model.channels}, "
             f"height, width) with sides that are multiples of {model.patch}, trained at {model.image}; resize them."
         )
+    check_dtype(images, model.patch_embed.weight.dtype)
     if exit is not None and not 0 < exit <= 1:
         raise DwindleError(f"exit = {exit}: it is the confidence at which an image leaves, in (0, 1].")
     if exit is not None and model.outputs != "class":

@@ -13,8 +13,8 @@ import torch
 from ..checkpoint import find, read_config, shipped
 from ..errors import DwindleError
 from ..methods.base import require
-from ..terminal import aside, console, device_for, finish, plain, progress_bar, show_table
-from ..view import save_figure
+from ..terminal import aside, claimed, console, device_for, finish, plain, progress_bar, resumes, show_table
+from ..view import _stems, save_figure
 from .compare import LMCompare, LMComparison, markdown, summarised
 from .execute import AdaptiveLM
 from .figures import figures
@@ -58,8 +58,8 @@ def train(
     _only_for_images(**images)
     recipe = recipe if data is None else dataclasses.replace(recipe, data=data)
     out = out or Path("runs") / name
-    run = LMRun(recipe, out, device=device_for(device), resume=resume)
-    with progress_bar() as bar:
+    run = LMRun(recipe, out, device=device_for(device), resume=resumes(resume, out))
+    with claimed(out), progress_bar() as bar:
         task = bar.add_task("training", total=recipe.steps, completed=run.step)
 
         def tick(step: int, terms: dict[str, Any]) -> None:
@@ -193,12 +193,13 @@ def view(
     _only_for_images(threshold=threshold)
     model, vocabulary = _opened(checkpoint, tau)
     pages = []
-    for path in files or [None]:  # type: ignore[list-item]
+    names = _stems([path.stem for path in files or []])
+    for i, path in enumerate(files or [None]):  # type: ignore[list-item]
         if path is None:
             name = model.extra["data"]["train"]
             ids, folder = open_text(name, vocabulary).val[:PASSAGE], out
         else:
-            name, folder = path.name, out if len(files or []) == 1 else out / path.stem
+            name, folder = path.name, out if len(names) == 1 else out / names[i]
             ids = vocabulary.encode(_read(path), f"'{path}'")
         pages.append(page(model, ids, folder, f"{checkpoint} on {name}", device_for(device)))
     columns = ["page", "characters", "depth", "tlops_saved"]

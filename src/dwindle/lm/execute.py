@@ -72,6 +72,16 @@ class AdaptiveLM(nn.Module):
         """embed, turns, blocks (in parts) and readout: a CharLM itself, or a view of a Hugging Face model."""
         return self._asked[0]
 
+    def _check_ids(self, ids: Tensor) -> None:
+        vocabulary = self.backbone.shape.vocabulary
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise DwindleError(f"Tokens of type {ids.dtype} do not fit; give ids as whole numbers (torch.long).")
+        if ids.is_cuda or torch.compiler.is_compiling():
+            return  # a look at the numbers would wait for the GPU
+        if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+            held = f"Tokens run from {int(ids.min())} to {int(ids.max())}"
+            raise DwindleError(f"{held}, but the model knows {vocabulary} (0 to {vocabulary - 1}).")
+
     def forward(
         self, ids: Tensor, layout: str | None = None, cache: Cache | None = None, keep: Tensor | None = None
     ) -> LMOutput:
@@ -84,6 +94,7 @@ class AdaptiveLM(nn.Module):
             raise DwindleError(
                 f"Tokens of shape {tuple(ids.shape)} do not fit; give ids (batch, length), none of them 0."
             )
+        self._check_ids(ids)
         begin, lm = cache.length if cache else 0, self.backbone
         shape = (ids.shape[0], ids.shape[1])
         x = lm.embed(ids, begin)

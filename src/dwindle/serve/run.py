@@ -69,7 +69,9 @@ def serve(
         try:
             listening.bind((host, port))  # before the models are loaded: a taken port is known at once
         except (OSError, OverflowError) as error:
-            raise DwindleError(f"Cannot listen on {host} port {port} ({error}); choose another --port.") from error
+            raise DwindleError(
+                f"Cannot listen on {host} port {port} ({error}); choose another --host or --port."
+            ) from error
         keep_freed_memory()
         models = served_models(checkpoints, device)
         # A model asks for Python's lock after each of its hundreds of operations. While the event loop has work it gets

@@ -18,7 +18,7 @@ def build_vit(recipe: Recipe, classes: int) -> Any:
     import timm
 
     if not timm.is_model(recipe.model):
-        raise unknown("model", recipe.model, timm.list_models())
+        raise unknown("model", recipe.model, timm.list_models(), hint="timm.list_models('*vit*') names them")
     options: dict[str, Any] = {"img_size": recipe.image_size} if recipe.image_size else {}
     if recipe.weights in (None, "pretrained"):
         try:
