@@ -116,6 +116,7 @@ def test_frozen_parts(data, tmp_path):
         ("distill=token", "no distillation token"),
         ("distill=features", "needs a teacher"),
         ("method.colour=3", "no such setting"),
+        ("method.tokens=3", "of another type"),
         ("model=huge", "unknown preset"),
         ("weights=nowhere", "unknown checkpoint"),
         ("teacher=nowhere", "teacher = nowhere"),

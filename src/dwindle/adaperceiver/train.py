@@ -139,7 +139,9 @@ class AdaRun(Run):
         try:
             model = AdaPerceiver.preset(recipe.model, **options)
         except TypeError as error:
-            raise DwindleError(f"AdaPerceiver does not take these settings ({error}); see its constructor.") from error
+            raise DwindleError(
+                f"AdaPerceiver has no such setting, or of another type ({error}); see its constructor."
+            ) from error
         if recipe.distill == "features":
             teacher.grid = model.grid((model.image, model.image))
             return model
