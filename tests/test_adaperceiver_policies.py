@@ -196,14 +196,38 @@ def test_grid_of_a_dense_network(places):
         ("grid {ada} --data {data} --between 8,65 --out {root}/x", "from 1 to 64"),
         ("grid {ada} --data {data} --limit 0 --out {root}/x", "--limit 0"),
         ("grid {ada} --data {root}/nowhere --out {root}/x", "nowhere"),
-        ("eval {ada} --data {data}", "is an AdaPerceiver"),
-        ("view {ada} {root}/x.png", "is an AdaPerceiver"),
-        ("bench {ada}", "is an AdaPerceiver"),
+        ("eval {ada} --data {data} --tokens 99", "99"),
+        ("eval {ada} --data {data} --exit 2", "2"),
+        ("eval {ada} --data {data} --threshold 0.5", "models whose tokens halt"),
+        ("eval aht_deit_tiny_imagenet --data {data} --depth 3", "an AdaPerceiver"),
+        ("eval {dense} --data {data}", "that classifies"),
+        ("view {ada} {root}/x.png", "x.png"),
+        ("bench {ada} --data {data}", "models whose tokens halt"),
+        ("bench adaperceiver_huge", "huge"),
+        ("predict {ada} --data {data} --out {root}/x.parquet", "is an AdaPerceiver"),
         ("report {ada} --data {data} --out {root}/x", "is an AdaPerceiver"),
     ],
 )
 def test_bad_commands(places, line, said):
     refused(run(line + " --device cpu", **places), said)
+
+
+def test_eval_bench_and_view(places):
+    def last(line):
+        return run(line + " --device cpu", **places).json
+
+    full = last("eval {ada} --data {data} --batch 4 --workers 0")
+    less = last("eval {ada} --data {data} --tokens 4 --depth 2 --width 16 --workers 0")
+    early = last("eval {ada} --data {data} --exit 0.01 --workers 0")
+    assert full["images"] == 15 and full["gmacs"] == full["gmacs_static"] > less["gmacs"]
+    assert early["gmacs"] < full["gmacs"] and (less["tokens"], early["exit"]) == (4, 0.01)
+    rows = last("bench {ada} --batch 1,2 --seconds 0.05")["rows"]
+    assert [r["batch"] for r in rows] == [1] * 5 + [2] * 5 and rows[0]["speedup"] == 1
+    assert rows[0]["gmacs"] > rows[1]["gmacs"] and rows[1]["tokens"] == rows[0]["tokens"] // 2
+    seen = last("view {ada} {data}/val/a/0.png {data}/val/b/1.png --out {root}/seen")
+    assert [row["image"] for row in seen["images"]] == ["0.png", "1.png"]
+    assert all(1 <= row["depth"] <= 4 for row in seen["images"])
+    assert len(list((places["root"] / "seen").glob("*.png"))) == len(seen["figures"]) == 2
 
 
 def test_the_same_pictures_of_a_trace():

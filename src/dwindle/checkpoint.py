@@ -164,7 +164,9 @@ def load_halting(source: str | os.PathLike) -> AdaptiveViT:
         return model
     if hasattr(model, "lm"):
         raise DwindleError(f"{source} is a language model and takes no images; use dwindle view, eval or generate.")
-    raise DwindleError(f"{source} is an AdaPerceiver, whose tokens do not halt; use dwindle grid or policies.")
+    raise DwindleError(
+        f"{source} is an AdaPerceiver, whose tokens do not halt; use dwindle eval, bench, view, grid or policies."
+    )
 
 
 def _own(folder: Path, config: dict[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from .terminal import (
     finish,
     needed,
     numbers,
-    only_for_language,
+    only_for,
     plain,
     progress_bar,
     resumes,
@@ -150,6 +150,12 @@ def evaluate(
         float | None, typer.Option(help="Turn the halting threshold; of AHT and A-ViT, higher costs more.")
     ] = None,
     tau: Tau = None,
+    tokens: Annotated[int | None, typer.Option(help="Of an AdaPerceiver: how many; all by default.")] = None,
+    depth: Annotated[int | None, typer.Option(help="Of an AdaPerceiver: blocks.")] = None,
+    width: Annotated[int | None, typer.Option(help="Of an AdaPerceiver: of its FFNs.")] = None,
+    exit: Annotated[
+        float | None, typer.Option(help="Of an AdaPerceiver: images leave at this confidence, in (0, 1].")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Images at a time.")] = 64,
     limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
     workers: Annotated[int, typer.Option(help="Processes that load images.")] = 2,
@@ -157,6 +163,7 @@ def evaluate(
 ) -> None:
     """Accuracy, cost and speed of a checkpoint on a data set."""
     from . import ranks
+    from .adaperceiver import cli as perceiver
     from .checkpoint import load_halting
     from .lm import cli as language
     from .methods.base import require
@@ -169,9 +176,16 @@ def evaluate(
         raise unknown("layout", layout, LAYOUTS)
     require(batch >= 1, f"--batch {batch}", "it must be at least 1")
     require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
+    setting = {"tokens": tokens, "depth": depth, "width": width}
+    if perceiver.is_checkpoint(checkpoint):
+        only_for("models whose tokens halt", threshold=threshold, layout=None if layout == "packed" else layout)
+        only_for("language models", tau=tau)
+        data = needed(data, "eval", "--data")
+        return perceiver.evaluate(checkpoint, data, batch, limit, workers, device, exit, **setting)
+    only_for("an AdaPerceiver", exit=exit, **setting)
     if language.is_checkpoint(checkpoint):
         return language.evaluate(checkpoint, data, layout, threshold, tau, batch, limit, device)
-    only_for_language(tau=tau)
+    only_for("language models", tau=tau)
     data = needed(data, "eval", "--data")
     model = load_halting(checkpoint)
     if threshold is not None:
@@ -222,7 +236,9 @@ def bench(
     ] = None,
     device: Device = None,
 ) -> None:
-    """Time static against adaptive, turn about in one process; on a GPU against the best of static's variants."""
+    """Time static against adaptive, turn about in one process; on a GPU against the best of static's variants. An
+    AdaPerceiver (a checkpoint, or adaperceiver_paper, untrained) at several settings."""
+    from .adaperceiver import cli as perceiver
     from .bench import DTYPES, INT8, model_to_bench, some_photos
     from .bench import bench as time_it
     from .lm import cli as language
@@ -233,6 +249,9 @@ def bench(
         raise unknown("dtype", dtype, kinds)
     require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
     batches, fractions = numbers("--batch", batch, int), numbers("--fraction", fraction, float)
+    if perceiver.is_preset(model) or perceiver.is_checkpoint(model):
+        only_for("models whose tokens halt", data=data, static=static)
+        return perceiver.bench(model, batches, dtype, seconds, device)
     if language.is_checkpoint(model):
         return language.bench(model, batches, fractions, dtype, seconds, device, static=static, data=data)
     place, adapted = device_for(device), model_to_bench(model)
@@ -277,14 +296,20 @@ def view(
     tau: Tau = None,
     device: Device = None,
 ) -> None:
-    """Draw for each image which patches were computed how far, the plan beside the execution, and the exits."""
+    """Draw for each image which patches were computed how far, the plan beside the execution, and the exits; of an
+    AdaPerceiver how sure it is at every depth and number of tokens."""
+    from .adaperceiver import cli as perceiver
     from .checkpoint import load_halting
     from .demo import look
     from .lm import cli as language
 
+    if perceiver.is_checkpoint(checkpoint):
+        only_for("models whose tokens halt", threshold=threshold)
+        only_for("language models", tau=tau)
+        return perceiver.view(checkpoint, needed(images, "view", "images"), out, device)
     if language.is_checkpoint(checkpoint):
         return language.view(checkpoint, images, out, threshold, tau, device)
-    only_for_language(tau=tau)
+    only_for("language models", tau=tau)
     images = needed(images, "view", "images")
     model = load_halting(checkpoint)
     if threshold is not None:

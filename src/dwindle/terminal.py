@@ -83,10 +83,11 @@ def needed(given: Any, command: str, name: str) -> Any:
     return given
 
 
-def only_for_language(**given: Any) -> None:
+def only_for(kind: str, **given: Any) -> None:
+    """Options that another kind of model takes."""
     for name, value in given.items():
         if value is not None:
-            raise DwindleError(f"--{name} {value} is for language models; leave it out for a vision model.")
+            raise DwindleError(f"--{name} {value} is for {kind}; leave it out for this model.")
 
 
 def resumes(asked: bool, out: Path) -> bool:

@@ -80,6 +80,20 @@ def principal(features: Tensor, grid: tuple[int, int], basis: Tensor | None = No
     return ((seen - low) / (high - low).clamp(min=1e-9)).view(*grid, 3).cpu().numpy(), basis
 
 
+def certainty(model: AdaPerceiver, picture: Any, sure: Tensor, path: Path, title: str) -> Path:
+    """An image, and the chance its answer has at each depth and number of tokens: sure (L, G)."""
+    figure = _figure(8.5, 4.2, title)
+    photo, axis = figure.subplots(1, 2, width_ratios=(1, 1.25))
+    photo.imshow(picture)
+    photo.set_axis_off()
+    shown = axis.imshow(sure.numpy(), vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower")
+    axis.set_xticks(range(len(model.tokens)), [str(t) for t in model.tokens])
+    axis.set_yticks(range(model.depth), [str(d + 1) if d % 2 or model.depth < 8 else "" for d in range(model.depth)])
+    axis.set(xlabel="tokens", ylabel="blocks")
+    figure.colorbar(shown, ax=axis, label="chance of the final answer")
+    return save_figure(figure, path)
+
+
 @torch.no_grad()
 def components(model: AdaPerceiver, image: Tensor, path: Path) -> Path:
     """Fig. 15-17: a dense network's output tokens of one image (1, 3, H, W), over width, tokens and depth.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from .. import ranks
 from ..cost import bisected, budget_share
 from ..errors import DwindleError
 from ..images import preprocess_of
-from ..model import AdaptiveViT
+from ..model import AdaptiveViT, Output
 from .data import Images, check_labels, limit, open_data
 
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -36,18 +37,23 @@ def evaluate(
     device: str | torch.device = "cpu",
     progress: Callable[[int], None] | None = None,
     lockstep: bool = False,
+    ask: Callable[[Tensor], Output] | None = None,
 ) -> dict[str, float]:
     """Every image counts once. images_per_s is the model alone, at its median batch: loading and moving images is not
-    in it, nor what the first batch compiles. layout: 'packed', on a GPU by the engine, or 'masked'.
+    in it, nor what the first batch compiles. layout: 'packed', on a GPU by the engine, or 'masked'. ask: a call of
+    the model with other settings.
 
     Of several processes each gives its own batches, and all get the result for all. lockstep: they must run the same
     number of times (sharded weights); who has no images left runs on a blank one, uncounted.
     """
     training, place = model.training, torch.device(device)
     model.eval().to(place)
+    ask = ask or partial(
+        model, layout=None if layout == "packed" else layout
+    )  # left to the model, that is the engine's
     # Sharded weights are gathered into tensors that training goes on with, which inference mode would spoil.
     with torch.no_grad() if lockstep else torch.inference_mode():
-        sums = _sums(model, _in_step(batches, model) if lockstep else batches, layout, place, progress)
+        sums = _sums(model, _in_step(batches, model) if lockstep else batches, ask, place, progress)
     model.train(training)
     top1, top5, images, macs, depth, speed = map(sum, zip(*ranks.gathered(sums)))
     if not images:
@@ -64,7 +70,11 @@ def evaluate(
 
 
 def _sums(
-    model: AdaptiveViT, batches: Batches, layout: str, place: torch.device, progress: Callable[[int], None] | None
+    model: AdaptiveViT,
+    batches: Batches,
+    ask: Callable[[Tensor], Output],
+    place: torch.device,
+    progress: Callable[[int], None] | None,
 ) -> tuple[int, int, int, float, float, float]:
     """Over this process's images: right answers, among the first five, images, MACs, mean depths, images a second."""
     top1 = top5 = images = 0
@@ -74,7 +84,7 @@ def _sums(
         x, y = x.to(place), y.to(place)
         _wait(place)
         begin = time.perf_counter()
-        out = model(x, layout=None if layout == "packed" else layout)  # left to the model, that is the engine's
+        out = ask(x)
         _wait(place)
         if not len(y):
             continue

@@ -1,0 +1,122 @@
+"""`dwindle eval`, `bench` and `view`, where they are given an AdaPerceiver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import OWN, find, read_config, shipped
+from ..errors import DwindleError, unknown
+from ..terminal import device_for, finish, progress_bar, show_table
+from .commands import _check, _model, _preprocess
+from .model import PRESETS, AdaPerceiver
+
+PRESET = "adaperceiver_"  # and a preset's name: that network, untrained
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether the folder, shipped name or Hub id of that name holds one."""
+    there = name in shipped() or Path(name).is_dir() or "/" in name
+    return there and read_config(find(name)).get("backbone", {}).get("family") == OWN
+
+
+def is_preset(name: str) -> bool:
+    return name.startswith(PRESET)
+
+
+def evaluate(
+    checkpoint: str,
+    data: str,
+    batch: int,
+    limit: int | None,
+    workers: int,
+    device: str | None,
+    exit: float | None,
+    **setting: int | None,
+) -> None:
+    """At one setting (the largest by default), or with images that leave where their confidence reaches `exit`."""
+    from ..train.batches import loader
+    from ..train.data import check_labels, open_data
+    from ..train.data import limit as first
+    from ..train.evaluate import evaluate as measure
+
+    model, place = _model(checkpoint), device_for(device)
+    images = open_data(data, "test")
+    images = first(images, limit) if limit else images
+    check_labels(images.labels, model.classes)
+    images.transform = _preprocess(model).eval_transform()
+    ask = partial(model, exit=exit, **setting)
+    with progress_bar() as bar:
+        task = bar.add_task("evaluating", total=len(images))
+        batches = loader(images, batch, workers=workers)
+        result = measure(model, batches, ask=ask, device=place, progress=lambda n: bar.advance(task, n))
+    named = {name: value for name, value in (setting | {"exit": exit}).items() if value is not None}
+    show_table(f"{checkpoint} on {data} {named or '(largest setting)'}", list(result), [list(result.values())])
+    finish(result | named)
+
+
+def bench(name: str, batches: Sequence[int], dtype: str, seconds: float, device: str | None) -> None:
+    """The largest setting against half its tokens, half its depth, both, and its least width; turn about."""
+    from ..bench import DTYPES
+    from .grid import latencies
+
+    if dtype not in DTYPES:
+        raise unknown("dtype of an AdaPerceiver", dtype, DTYPES)
+    preset = name.removeprefix(PRESET)
+    if is_preset(name) and preset not in PRESETS:
+        raise unknown("preset of AdaPerceiver", preset, PRESETS)
+    model = AdaPerceiver.preset(preset) if is_preset(name) else _model(name, dense=True)
+    place, tokens, depth, width = device_for(device), model.tokens[-1], model.depth, model.width
+    fewer, shallower = max(1, tokens // 2), max(1, depth // 2)
+    settings = [(tokens, depth, width), (fewer, depth, width), (tokens, shallower, width)]
+    settings += [(fewer, shallower, width), (tokens, depth, model.widths[0])]
+    settings = list(dict.fromkeys(settings))
+    rows = []
+    with progress_bar() as bar:
+        task = bar.add_task("timing", total=len(batches))
+        for batch in batches:
+            _check(batch=(batch, 1))
+            timed = latencies(model, settings, batch, place, DTYPES[dtype], seconds * len(settings))
+            rows += [{"batch": batch, **row} for row in timed]
+            bar.advance(task)
+    columns = ["batch", "tokens", "depth", "width", "gmacs", "ms", "speedup"]
+    show_table(f"{name} on {place}, {dtype}", columns, [[row[c] for c in columns] for row in rows])
+    finish({"model": name, "device": place, "dtype": dtype, "rows": rows})
+
+
+def view(checkpoint: str, paths: Sequence[Path], out: Path, device: str | None) -> None:
+    """For each image, how sure the network is of its answer at every depth and number of tokens."""
+    from ..images import load_image
+    from .figures import certainty
+
+    if out.is_file():
+        raise DwindleError(f"{out} is a file; --out is a folder for the figures.")
+    model, place = _model(checkpoint), device_for(device)
+    prepare, names = _preprocess(model), model.extra.get("classes")
+    model.eval().to(place)
+    photos = [load_image(path) for path in paths]
+    out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    figures = []
+    for path, photo in zip(paths, photos):
+        chances = model.every(prepare.eval_transform()(photo)[None].to(place))[:, :, 0].softmax(-1)  # (L, G, classes)
+        confidence, best = (value.item() for value in chances[-1, -1].max(-1))
+        label = names[best] if names else best
+        sure = chances[..., best].cpu()
+        first = int((chances[:, -1].argmax(-1) == best).long().flip(0).cumprod(0).sum())
+        rows.append(
+            {
+                "image": path.name,
+                "label": label,
+                "confidence": round(confidence, 4),
+                "depth": model.depth - first + 1,  # from here on it would have said so
+                "gmacs": round(model.static_macs() / 1e9, 3),
+            }
+        )
+        title = f"{label} ({confidence:.0%}), from block {rows[-1]['depth']} of {model.depth} on"
+        figures.append(certainty(model, prepare.seen(photo), sure, out / f"{path.stem}.png", title))
+    columns = ["image", "label", "confidence", "depth", "gmacs"]
+    show_table(checkpoint, columns, [[row[c] for c in columns] for row in rows])
+    finish({"images": rows, "figures": [str(figure) for figure in figures]})
