@@ -186,6 +186,16 @@ def test_images_of_another_type():
         dwindle.AdaPerceiver.preset("tiny").eval()(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
 
 
+def test_images_with_nan():
+    model, x = tiny(), images()
+    x[1, 0, 0, 0] = torch.nan
+    with pytest.raises(dwindle.DwindleError, match="images hold NaN"):
+        model(x)
+    model.head.weight.data.fill_(torch.inf)
+    with pytest.raises(dwindle.DwindleError, match="network gives NaN"):
+        model(images())
+
+
 def test_settings_from_numpy():
     model, x = tiny(), images()
     for given in (np.array([4, 8, 8, 4]), np.int64(8)):

@@ -354,6 +354,7 @@ BAD = {
     "bench {run} --seconds -1": "--seconds",
     "export {run} --to onnx --out new.onnx --seconds -1": "--seconds",
     "quantize {run} --out new --seconds -1": "--seconds",
+    "quantize aht_deit_tiny_imagenet --out new --budget 0.001": "cannot be met",
     "search tsa_tiny_test --data {data} --out new": "tsa_tiny_test",
     "search ada_tiny_test --data {data} --out new": "ada_tiny_test",
     "eval {run} --data {data} --batch 0": "--batch",

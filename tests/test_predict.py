@@ -60,6 +60,21 @@ def test_every_row_once_and_the_broken_listed(places, tmp_path):
     assert run(places, tmp_path / "p.parquet")["done_before"] == 23
 
 
+def test_names_from_a_parquet_file(places, tmp_path):
+    import pyarrow as pa
+
+    paths = sorted(places["flat"].glob("*.png"))
+    cells = [{"bytes": p.read_bytes(), "path": None if i == 1 else p.name} for i, p in enumerate(paths)]
+    (tmp_path / "data").mkdir()
+    table = pa.table({"image": cells, "label": [0] * len(cells)})
+    pq.write_table(table, tmp_path / "data" / "test-00000-of-00001.parquet", row_group_size=5)
+    told = predict(str(places["model"]), str(tmp_path / "data"), tmp_path / "p.parquet", batch=4, part=6)
+    names = {row["row"]: row["image"] for row in pq.read_table(told["out"]).to_pylist()}
+    errors = [json.loads(line) for line in Path(told["errors"]).read_text().splitlines()]
+    names |= {error["row"]: error["image"] for error in errors}
+    assert len(errors) == 2 and names == {i: cell["path"] for i, cell in enumerate(cells)}
+
+
 def test_a_run_that_ends_early_goes_on(places, tmp_path):
     class Stop(Exception):
         pass

@@ -42,12 +42,12 @@ def export(
     from .export import check_images
     from .export import export as write
     from .methods.base import require
-    from .train.evaluate import calibrate
+    from .train.evaluate import meet
 
     require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
     model = load_halting(checkpoint)
     if budget is not None:
-        calibrate(model, check_images(model), budget)
+        meet(model, check_images(model), budget)
     result = write(model, to, out, seconds=seconds)
     if rows := result.get("speed"):
         columns = ["batch", "cost", "static_ms", "adaptive_ms", "speedup", "threads"]
@@ -75,7 +75,7 @@ def quantize(
     from .int8 import quantize as make
     from .methods.base import require
     from .train.batches import loader
-    from .train.evaluate import calibrate, evaluate, evaluation_images
+    from .train.evaluate import evaluate, evaluation_images, meet
 
     require(batch >= 1, f"--batch {batch}", "it must be at least 1")
     require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
@@ -84,7 +84,7 @@ def quantize(
     model = load_halting(checkpoint)
     photos = check_images(model)
     if budget is not None:
-        calibrate(model, photos, budget)
+        meet(model, photos, budget)
     small = make(model)
     result: dict[str, Any] = {"out": str(out), **likeness(model, small, photos)}
     if data is not None:

@@ -102,6 +102,6 @@ def budget_share(budget: float | str, shape: Shape) -> float:
     if not 0 < share <= 1:
         raise DwindleError(
             f"budget = {budget!r} is neither a share of the static cost in (0, 1], such as 0.67, nor GMACs up to "
-            f"{static_macs(shape) / 1e9:.2f}, such as '{static_macs(shape) / 2e9:.2f}G'."
+            f"{static_macs(shape) / 1e9:.3g}, such as '{static_macs(shape) / 2e9:.3g}G'."
         )
     return share

@@ -27,7 +27,7 @@ from .errors import DwindleError
 from .files import draft, write_text
 from .images import preprocess_of
 from .model import AdaptiveViT
-from .train.data import EXTENSIONS, Images, _from_file, open_data
+from .train.data import EXTENSIONS, Images, _from_file, _Parquet, open_data
 
 PART = 2048  # rows; what a kill can cost
 TOP = 5
@@ -202,23 +202,25 @@ def _is_image(path: Path) -> bool:
 
 
 def _name(images: Images, i: int) -> str | None:
-    source = images.source
+    source, row = images.source, int(images.rows[i])
     if isinstance(source, partial) and source.func is _from_file:
-        return os.fsdecode(source.args[1][images.rows[i]])
-    return None
+        return os.fsdecode(source.args[1][row])
+    return source.path(row) if isinstance(source, _Parquet) else None
 
 
 class _Read(Dataset):
-    """(index, tensor, None), or (index, None, why not)."""
+    """(index, name, tensor, None), or (index, name, None, why not)."""
 
     def __init__(self, images: Images) -> None:
         self.images = images
 
-    def __getitem__(self, i: int) -> tuple[int, Tensor | None, str | None]:
+    def __getitem__(self, i: int) -> tuple[int, str | None, Tensor | None, str | None]:
+        name = None
         try:
-            return i, self.images[i][0], None
+            name = _name(self.images, i)
+            return i, name, self.images[i][0], None
         except (DwindleError, OSError, MemoryError) as error:
-            return i, None, str(error) or type(error).__name__
+            return i, name, None, str(error) or type(error).__name__
 
 
 def _as_it_is(rows: list) -> list:
@@ -234,15 +236,15 @@ def _answers(
     columns: dict[str, list] = {name: [] for name in _schema().names}
     errors: list[dict[str, Any]] = []
     for rows in loader:
-        good = [(i, x) for i, x, _ in rows if x is not None]
-        errors += [{"row": i, "image": _name(images, i), "reason": why} for i, _, why in rows if why is not None]
+        good = [(i, name, x) for i, name, x, _ in rows if x is not None]
+        errors += [{"row": i, "image": name, "reason": why} for i, name, _, why in rows if why is not None]
         if good:
-            for name, values in classify(model, torch.stack([x for _, x in good]).to(device)).items():
+            for name, values in classify(model, torch.stack([x for _, _, x in good]).to(device)).items():
                 columns[name] += values
-            numbers = [i for i, _ in good]
+            numbers = [i for i, _, _ in good]
             labels = [int(images.labels[i]) for i in numbers]
             columns["row"] += numbers
-            columns["image"] += [_name(images, i) for i in numbers]
+            columns["image"] += [name for _, name, _ in good]
             columns["label"] += [None if label < 0 else label for label in labels]
         k, last = rows[-1][0] // task.part, rows[-1][0]
         if last == task.rows(k)[-1]:

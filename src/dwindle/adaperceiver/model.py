@@ -117,6 +117,7 @@ class AdaPerceiver(nn.Module):
         self.attention: str | None = None  # 'steps', 'mask' or 'flex'; None: the fastest on this machine
         self.extra: dict[str, Any] = {}
         self._recorder: Recorder | None = None
+        self.checks = True  # whether answers are looked at for NaN; on a GPU never, where each look would wait for it
 
         self.patch_embed = nn.Conv2d(channels, width, patch, patch)
         self.position = nn.Parameter(torch.empty(1, self.patches(), width))
@@ -192,7 +193,11 @@ class AdaPerceiver(nn.Module):
             if records(images):
                 (t,), (d,), (w,) = settings(self, tokens, depth, width, 1)
                 return self.recorder(images, t, d, w)
-        return self.run(images, tokens, depth, width, exit)
+        out = self.run(images, tokens, depth, width, exit)
+        if self.checks and not (self.training or images.is_cuda or out.logits.isfinite().all()):
+            what = "network gives" if images.isfinite().all() else "images hold"
+            raise DwindleError(f"The {what} NaN or infinite values; check how weights and images were loaded.")
+        return out
 
     @property
     def recorder(self) -> Recorder:

@@ -40,7 +40,11 @@ def lm_card(config: dict[str, Any], name: str) -> str:
             "Validation text; loss in nats per character, bpc in bits; TLOps and MACs as shares of the static model's.",
             "",
         ]
-    notes = {"Data": ", ".join(data.values()), "Measured on": extra.get("measured_on"), "Note": extra.get("note")}
+    notes = {
+        "Data": ", ".join(Path(place).name for place in data.values()),
+        "Measured on": extra.get("measured_on"),
+        "Note": extra.get("note"),
+    }
     notes |= {"Command": extra.get("command"), "Licence": extra.get("licence")}
     return "\n".join([*lines, *closing(notes, {"Router": method["options"], "Recipe": extra.get("recipe")})])
 

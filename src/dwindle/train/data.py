@@ -117,10 +117,18 @@ class _Parquet:
             window_of[g], filled = window, filled + self.sizes[g]
         return window_of[groups]
 
-    def __call__(self, i: int) -> Image.Image:
+    def _cell(self, i: int) -> tuple[Any, int]:
         g = int(self._groups_of(np.array(i)))
-        cell = self._group(g)[i - int(self.starts[g])].as_py()
-        return _from_cell(cell, f"in row {i} ('{self.groups[g][0]}')")
+        return self._group(g)[i - int(self.starts[g])], g
+
+    def path(self, i: int) -> str | None:
+        """What the file says the image was called."""
+        cell, _ = self._cell(i)
+        return cell["path"].as_py() if cell.is_valid and "path" in cell else None
+
+    def __call__(self, i: int) -> Image.Image:
+        cell, g = self._cell(i)
+        return _from_cell(cell.as_py(), f"in row {i} ('{self.groups[g][0]}')")
 
 
 class Images(Dataset):

@@ -140,6 +140,16 @@ def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch:
     return reached
 
 
+def meet(model: AdaptiveViT, images: Tensor, budget: float | str) -> None:
+    """`calibrate`, or what the model can do if it cannot do this."""
+    goal, reached = budget_share(budget, model.backbone.shape), calibrate(model, images, budget)
+    if abs(reached / goal - 1) > 0.05:
+        raise DwindleError(
+            f"A budget of {budget} cannot be met: the nearest this model comes to it on {len(images)} typical images "
+            f"is {reached:.2f} of the static cost; ask for that, or train it with another budget."
+        )
+
+
 def turn(model: AdaptiveViT, value: float, name: str | None = None) -> None:
     """Set the method's dial, or another of its numbers."""
     if name is None:
