@@ -196,6 +196,13 @@ def test_images_with_nan():
         model(images())
 
 
+def test_it_compiles():
+    model, x = dwindle.AdaPerceiver.preset("tiny").eval(), images(2, torch.float32)
+    compiled = torch.compile(lambda x: model(x, tokens=8).logits, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x, tokens=8).logits)
+
+
 def test_settings_from_numpy():
     model, x = tiny(), images()
     for given in (np.array([4, 8, 8, 4]), np.int64(8)):

@@ -95,5 +95,5 @@ def test_it_compiles_as_one_graph():
 
 def test_plain_torch_where_the_kernels_do_not_serve():
     q, gate = torch.randn(1, 2, 6, 24), torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 1.0]])
-    assert not gated.covers(q)
+    assert not gated.covers(q, q, q)
     torch.testing.assert_close(attend_gated(q, q, q, gate), attend_ref(q, q, q, gate))

@@ -249,7 +249,7 @@ def bench(
         raise unknown("dtype", dtype, kinds)
     require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
     batches, fractions = numbers("--batch", batch, int), numbers("--fraction", fraction, float)
-    if perceiver.is_preset(model) or perceiver.is_checkpoint(model):
+    if perceiver.is_checkpoint(model) or perceiver.is_preset(model):
         only_for("models whose tokens halt", data=data, static=static)
         return perceiver.bench(model, batches, dtype, seconds, device)
     if language.is_checkpoint(model):

@@ -32,26 +32,15 @@ from .train.evaluate import calibrate
 from .train.loop import Run
 from .train.recipe import Recipe
 from .train.state import STATE
-from .train.teaching import Answers
+from .train.teaching import Answers, Room
 
 STATIC = "static"
 # Settings that say where and how often, not what: two results may differ in them and still be comparable.
 INCIDENTAL = ("weights", "save_every", "eval_every", "workers", "compile", "resident", "parallel", "layout")
 
 # What a teacher's answers depend on, beside the data.
-BATCHES = (
-    "teacher",
-    "seed",
-    "batch",
-    "image_size",
-    "min_scale",
-    "jitter",
-    "augment",
-    "mixup",
-    "cutmix",
-    "mix_prob",
-    "amp",
-)
+SOURCE = ("teacher", "model", "seed", "batch", "image_size", "amp", "compile")
+BATCHES = (*SOURCE, "min_scale", "jitter", "augment", "mixup", "cutmix", "mix_prob")
 
 
 @dataclass(frozen=True)
@@ -115,6 +104,7 @@ class Compare:
         self.only = set(only or known)
         self.resident: Any = None  # decoded once for all runs
         self.answers: dict[str, Answers] = {}  # of each teacher, who is asked once for all runs on the same batches
+        self.room = Room()
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def results(self) -> Iterator[dict[str, Any]]:
@@ -259,7 +249,7 @@ class Compare:
         if recipe.teacher in (None, "static"):  # 'static': the run's own weights
             return None
         batches = json.dumps([getattr(recipe, name) for name in BATCHES])
-        return self.answers.setdefault(batches, Answers())
+        return self.answers.setdefault(batches, Answers(self.room))
 
     def _trained(self, recipe: Recipe, folder: Path) -> tuple[Run, AdaptiveViT, float]:
         """A finished run, its model as saved, and the seconds of its last epoch (in the first, things are compiled)."""

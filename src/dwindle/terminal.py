@@ -17,6 +17,7 @@ from rich.table import Table
 from .errors import DwindleError, unknown
 
 console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
+BEGUN = ".begun"  # in the folder of a run that has not ended
 
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint folder, a shipped name, or a Hub id.")]
 Data = Annotated[
@@ -94,7 +95,7 @@ def resumes(asked: bool, out: Path) -> bool:
     """Whether there is something to go on with. A run killed before its first save begins again, to the same end."""
     from .train.state import STATE
 
-    begun = out.is_dir() and not (out / STATE).exists()
+    begun = (out / BEGUN).exists() and not (out / STATE).exists()
     if asked and begun:
         aside.print(f"{plain(str(out))} holds nothing saved yet: from the start.", soft_wrap=True)
     return asked and not begun
@@ -102,15 +103,18 @@ def resumes(asked: bool, out: Path) -> bool:
 
 @contextmanager
 def claimed(out: Path) -> Iterator[None]:
-    """A run's folder, there before its first save, so that --resume knows one that was killed by then; where the run is
-    refused instead, an empty one is gone again."""
+    """A run's folder, marked before its first save, so that --resume knows one that was killed by then; where the run
+    is refused instead, an empty one is gone again."""
     out.mkdir(parents=True, exist_ok=True)
+    (out / BEGUN).touch()
     try:
         yield
     except DwindleError:
+        (out / BEGUN).unlink(missing_ok=True)
         with suppress(OSError):
             out.rmdir()
         raise
+    (out / BEGUN).unlink(missing_ok=True)
 
 
 def numbers(option: str, text: str, kind: Any) -> list[Any]:

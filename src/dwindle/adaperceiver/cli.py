@@ -10,7 +10,7 @@ from typing import Any
 from ..checkpoint import OWN, find, read_config, shipped
 from ..errors import DwindleError, unknown
 from ..terminal import device_for, finish, progress_bar, show_table
-from .commands import _check, _model, _preprocess
+from .commands import _model, _preprocess
 from .model import PRESETS, AdaPerceiver
 
 PRESET = "adaperceiver_"  # and a preset's name: that network, untrained
@@ -23,7 +23,7 @@ def is_checkpoint(name: str) -> bool:
 
 
 def is_preset(name: str) -> bool:
-    return name.startswith(PRESET)
+    return name.startswith(PRESET) and not Path(name).is_dir()
 
 
 def evaluate(
@@ -77,7 +77,6 @@ def bench(name: str, batches: Sequence[int], dtype: str, seconds: float, device:
     with progress_bar() as bar:
         task = bar.add_task("timing", total=len(batches))
         for batch in batches:
-            _check(batch=(batch, 1))
             timed = latencies(model, settings, batch, place, DTYPES[dtype], seconds * len(settings))
             rows += [{"batch": batch, **row} for row in timed]
             bar.advance(task)
@@ -89,6 +88,7 @@ def bench(name: str, batches: Sequence[int], dtype: str, seconds: float, device:
 def view(checkpoint: str, paths: Sequence[Path], out: Path, device: str | None) -> None:
     """For each image, how sure the network is of its answer at every depth and number of tokens."""
     from ..images import load_image
+    from ..view import _stems
     from .figures import certainty
 
     if out.is_file():
@@ -100,23 +100,23 @@ def view(checkpoint: str, paths: Sequence[Path], out: Path, device: str | None) 
     out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     figures = []
-    for path, photo in zip(paths, photos):
+    for path, photo, stem in zip(paths, photos, _stems([path.stem for path in paths])):
         chances = model.every(prepare.eval_transform()(photo)[None].to(place))[:, :, 0].softmax(-1)  # (L, G, classes)
         confidence, best = (value.item() for value in chances[-1, -1].max(-1))
         label = names[best] if names else best
         sure = chances[..., best].cpu()
-        first = int((chances[:, -1].argmax(-1) == best).long().flip(0).cumprod(0).sum())
+        agreeing = int((chances[:, -1].argmax(-1) == best).long().flip(0).cumprod(0).sum())  # of the last blocks
         rows.append(
             {
                 "image": path.name,
                 "label": label,
                 "confidence": round(confidence, 4),
-                "depth": model.depth - first + 1,  # from here on it would have said so
+                "depth": model.depth - agreeing + 1,  # from here on it would have said so
                 "gmacs": round(model.static_macs() / 1e9, 3),
             }
         )
         title = f"{label} ({confidence:.0%}), from block {rows[-1]['depth']} of {model.depth} on"
-        figures.append(certainty(model, prepare.seen(photo), sure, out / f"{path.stem}.png", title))
+        figures.append(certainty(model, prepare.seen(photo), sure, out / f"{stem}.png", title))
     columns = ["image", "label", "confidence", "depth", "gmacs"]
     show_table(checkpoint, columns, [[row[c] for c in columns] for row in rows])
     finish({"images": rows, "figures": [str(figure) for figure in figures]})

@@ -63,7 +63,8 @@ class Method(nn.Module):
 
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
         """The method's own loss terms, unweighted. `teacher` is what a static model said of the batch, with its
-        attention in the trace if `asks_attention`, and its features if `asks_features`."""
+        attention in the trace if `asks_attention` (in training its mean over blocks, at each of them), and
+        its features if `asks_features`."""
         return {}
 
     def exit_weights(self, trace: Trace) -> Tensor | None:

@@ -54,7 +54,7 @@ def attend_gated(
     of the definition, both divided by the same softmax sum. A gate of 0 still receives its gradient, so a token that
     was put out can learn to come back.
     """
-    if not dropout_p and gated.covers(q):
+    if not dropout_p and gated.covers(q, k, v):
         return gated.attend(q, k, v, gate_BN, scale)
     gate = gate_BN[:, None, :, None].to(v.dtype)
     # Fused kernels want a head size that is a multiple of 8: the gate comes as eight equal columns.

@@ -48,9 +48,8 @@ def evaluate(
     """
     training, place = model.training, torch.device(device)
     model.eval().to(place)
-    ask = ask or partial(
-        model, layout=None if layout == "packed" else layout
-    )  # left to the model, that is the engine's
+    by_itself = None if layout == "packed" else layout  # on a GPU that is the engine's
+    ask = ask or partial(model, layout=by_itself)
     # Sharded weights are gathered into tensors that training goes on with, which inference mode would spoil.
     with torch.no_grad() if lockstep else torch.inference_mode():
         sums = _sums(model, _in_step(batches, model) if lockstep else batches, ask, place, progress)

@@ -239,6 +239,8 @@ class Run:
 
     def _train_epoch(self, tick: Any) -> dict[str, float]:
         self.model.train()
+        if (teacher := getattr(self.learn, "teacher", None)) is not None:
+            teacher.asked = 0
         begin = time.perf_counter()
         total_steps = self.recipe.epochs * self.steps_per_epoch
         sums: dict[str, Tensor] = {}

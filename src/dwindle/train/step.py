@@ -61,7 +61,7 @@ class Step:
     ) -> None:
         """answers: what the teacher said to an earlier run on the same batches, or where to leave it."""
         self.model, self.recipe, self.device = model, recipe, device
-        self.teacher = None if teacher is None else Teacher(teacher, model.method, device, recipe.amp, answers)
+        self.teacher = None if teacher is None else Teacher(teacher, model.method, recipe, device, answers)
         self.bare = Lesson(model, self.teacher, recipe, device)
         # FSDP's parameters were sharded before the optimiser was made.
         exchanged = ranks.together() and recipe.parallel == "ddp"

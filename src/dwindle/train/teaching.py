@@ -14,18 +14,34 @@ from ..methods import Method
 from ..model import AdaptiveViT, Output
 from ..tokens import Where
 from ..trace import Trace
+from .recipe import Recipe
 from .record import Recorded, record
 
-KEPT = 6 << 30  # bytes of answers kept at most
+KEPT = 6 << 30  # bytes
+SMALL = ("logits", "attention")  # what is kept: features would fill the room within an epoch
+
+
+class Room:
+    """For answers, of all teachers who share it."""
+
+    def __init__(self, size: int = KEPT) -> None:
+        self.left = size
+
+    def take(self, value: Tensor) -> bool:
+        """Whether there is room for it: here, and on a GPU where others need the last quarter."""
+        free, total = torch.cuda.mem_get_info(value.device) if value.is_cuda else (1, 1)
+        fits = value.nbytes <= self.left and 4 * free > total
+        self.left -= value.nbytes if fits else 0
+        return fits
 
 
 class Answers:
     """A teacher's, by step: of runs with the same teacher, data, seed and augmentation, the first leaves them to the
-    others. What would take too much memory is asked again."""
+    others. What there is no room for is asked again."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: Room | None = None) -> None:
         self.said: dict[int, dict[str, Tensor]] = {}
-        self.bytes = 0
+        self.room = room or Room()
 
     def get(self, step: int, names: tuple[str, ...]) -> dict[str, Tensor] | None:
         held = self.said.get(step, {})
@@ -33,23 +49,22 @@ class Answers:
 
     def keep(self, step: int, said: dict[str, Tensor]) -> None:
         held = self.said.setdefault(step, {})
-        for name, value in said.items():
-            if name not in held and self.bytes + value.nbytes <= KEPT:
-                held[name] = value
-                self.bytes += value.nbytes
+        for name in SMALL:
+            if name in said and name not in held and self.room.take(said[name]):
+                held[name] = said[name]
 
 
 class Teacher:
     """`teacher(x, step)`: its answers to a batch, and what else the method's losses read, by name."""
 
     def __init__(
-        self, model: AdaptiveViT, method: Method, device: torch.device, amp: bool, answers: Answers | None = None
+        self, model: AdaptiveViT, method: Method, recipe: Recipe, device: torch.device, answers: Answers | None = None
     ) -> None:
         self.model, self.device, self.answers = model, device, answers
-        self.amp = amp and device.type == "cuda"
+        self.amp, self.parts = recipe.amp and device.type == "cuda", recipe.accumulate
         asked = {"attention": method.asks_attention, "features": method.asks_features}
         self.names = ("logits", *(name for name, wanted in asked.items() if wanted))
-        self.asked = 0  # batches it was really asked about
+        self.asked = 0  # batches of the epoch it was really asked about
         self.compiled = False
         self.recorded: Recorded | None = None
 
@@ -65,8 +80,13 @@ class Teacher:
             self.answers.keep(step, said)
         return said
 
-    @torch.no_grad()
     def _ask(self, x: Tensor) -> dict[str, Tensor]:
+        """In as many micro-batches as the student learns in."""
+        parts = [self._ask_part(part) for part in x.chunk(self.parts)]
+        return parts[0] if len(parts) == 1 else {n: torch.cat([part[n] for part in parts]) for n in self.names}
+
+    @torch.no_grad()
+    def _ask_part(self, x: Tensor) -> dict[str, Tensor]:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp), fast(self.model, self.compiled):
             out = self.model(x, layout="masked")
         said = {"logits": out.logits}
