@@ -149,7 +149,7 @@ def test_commands_and_flags_are_frozen():
         "report": ["RUN", "--out", "--data", "--against", "--limit", "--batch", "--device"],
         "search": ["RECIPE", "--data", "--out", "--trials", "--holdout", "--set", "--limit", "--device"],
         "eval": [
-            *("CHECKPOINT", "--data", "--layout", "--threshold", "--tau"),
+            *("CHECKPOINT", "--data", "--layout", "--threshold", "--tau", "--tokens", "--depth", "--width", "--exit"),
             *("--batch", "--limit", "--workers", "--device"),
         ],
         "bench": ["MODEL", "--batch", "--fraction", "--dtype", "--seconds", "--static", "--data", "--device"],
@@ -275,6 +275,8 @@ def test_a_run_killed_before_its_first_save_begins_again(places, here, monkeypat
         assert run(line, **places).code == 130
     done = run(f"{line} --resume", **places)
     assert done.json["epoch"] == 2 and "from the start" in done.err
+    Path("other", "run").mkdir(parents=True)
+    refused(run("train tiny_test --data {data} --out other {tiny} --resume", **places), "no run to resume")
     assert rows_of(Path("run")) == rows_of(places["run"])
 
 

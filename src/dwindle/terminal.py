@@ -95,7 +95,8 @@ def resumes(asked: bool, out: Path) -> bool:
     """Whether there is something to go on with. A run killed before its first save begins again, to the same end."""
     from .train.state import STATE
 
-    begun = (out / BEGUN).exists() and not (out / STATE).exists()
+    there = {path.name for path in out.iterdir()} if out.is_dir() else {STATE}
+    begun = STATE not in there and (BEGUN in there or not there)
     if asked and begun:
         aside.print(f"{plain(str(out))} holds nothing saved yet: from the start.", soft_wrap=True)
     return asked and not begun
