@@ -210,6 +210,12 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
         ) from error
 
 
+def family_of(name: str) -> str | None:
+    """The backbone's, of the folder, shipped name or Hub id of that name. None: it is none of these."""
+    there = name in shipped() or Path(name).is_dir() or "/" in name
+    return read_config(find(name))["backbone"]["family"] if there else None
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from .card import write_card
-from .checkpoint import CONFIG, LANGUAGE, WEIGHTS, read_config, save
+from .checkpoint import CONFIG, LANGUAGE, WEIGHTS, family_of, save
 from .errors import DwindleError
 from .model import AdaptiveViT
 
@@ -46,7 +46,7 @@ def push_to_hub(
 def hub_folder(model: AdaptiveViT, folder: str | os.PathLike, repo: str) -> Path:
     """The repository as it will lie on the Hub."""
     path = save(model, folder)
-    if read_config(path)["backbone"]["family"] in LANGUAGE:
+    if family_of(str(path)) in LANGUAGE:
         from .lm.card import write_lm_card
 
         write_lm_card(path, repo)

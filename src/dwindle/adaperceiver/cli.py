@@ -7,19 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import OWN, find, read_config, shipped
+from ..checkpoint import OWN, family_of
 from ..errors import DwindleError, unknown
 from ..terminal import device_for, finish, progress_bar, show_table
-from .commands import _model, _preprocess
-from .model import PRESETS, AdaPerceiver
+from .commands import _images, _model, _preprocess
+from .model import AdaPerceiver
 
 PRESET = "adaperceiver_"  # and a preset's name: that network, untrained
 
 
 def is_checkpoint(name: str) -> bool:
     """Whether the folder, shipped name or Hub id of that name holds one."""
-    there = name in shipped() or Path(name).is_dir() or "/" in name
-    return there and read_config(find(name)).get("backbone", {}).get("family") == OWN
+    return family_of(name) == OWN
 
 
 def is_preset(name: str) -> bool:
@@ -38,14 +37,10 @@ def evaluate(
 ) -> None:
     """At one setting (the largest by default), or with images that leave where their confidence reaches `exit`."""
     from ..train.batches import loader
-    from ..train.data import check_labels, open_data
-    from ..train.data import limit as first
     from ..train.evaluate import evaluate as measure
 
     model, place = _model(checkpoint), device_for(device)
-    images = open_data(data, "test")
-    images = first(images, limit) if limit else images
-    check_labels(images.labels, model.classes)
+    images = _images(model, data, "test", limit)
     images.transform = _preprocess(model).eval_transform()
     ask = partial(model, exit=exit, **setting)
     with progress_bar() as bar:
@@ -64,10 +59,8 @@ def bench(name: str, batches: Sequence[int], dtype: str, seconds: float, device:
 
     if dtype not in DTYPES:
         raise unknown("dtype of an AdaPerceiver", dtype, DTYPES)
-    preset = name.removeprefix(PRESET)
-    if is_preset(name) and preset not in PRESETS:
-        raise unknown("preset of AdaPerceiver", preset, PRESETS)
-    model = AdaPerceiver.preset(preset) if is_preset(name) else _model(name, dense=True)
+    untrained = is_preset(name)
+    model = AdaPerceiver.preset(name.removeprefix(PRESET)) if untrained else _model(name, dense=True)
     place, tokens, depth, width = device_for(device), model.tokens[-1], model.depth, model.width
     fewer, shallower = max(1, tokens // 2), max(1, depth // 2)
     settings = [(tokens, depth, width), (fewer, depth, width), (tokens, shallower, width)]

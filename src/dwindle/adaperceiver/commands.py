@@ -59,16 +59,22 @@ def _components(model: Any, checkpoint: str, data: str, out: Path, count: int, p
     finish({"checkpoint": checkpoint, "images": len(images), "figures": [str(path) for path in made]})
 
 
-def _served(model: Any, data: str, split: str, device: str, limit: int | None) -> Any:
-    """Images ready on the device: a function (batch, epoch or None) -> batches, in order where there is no epoch."""
-    from ..train.batches import Resident, loader
+def _images(model: Any, data: str, split: str, limit: int | None) -> Any:
+    """The first so many of a split, with labels the network knows."""
     from ..train.data import check_labels, open_data
     from ..train.data import limit as first
 
     images = open_data(data, split)
     images = first(images, limit) if limit else images
     check_labels(images.labels, model.classes)
-    wanted = _preprocess(model)
+    return images
+
+
+def _served(model: Any, data: str, split: str, device: str, limit: int | None) -> Any:
+    """Images ready on the device: a function (batch, epoch or None) -> batches, in order where there is no epoch."""
+    from ..train.batches import Resident, loader
+
+    images, wanted = _images(model, data, split, limit), _preprocess(model)
     resident = Resident(images, wanted.size, device) if len(images) <= 100_000 else None
 
     def serve(batch: int, epoch: int | None = None) -> Any:

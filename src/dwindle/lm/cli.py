@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import find, read_config, shipped
+from ..checkpoint import LANGUAGE, family_of, find, read_config
 from ..errors import DwindleError
 from ..methods.base import require
 from ..terminal import aside, claimed, console, device_for, finish, plain, progress_bar, resumes, show_table
@@ -33,8 +33,7 @@ def is_recipe(settings: Any) -> bool:
 
 def is_checkpoint(name: str) -> bool:
     """Whether the folder, shipped name or Hub id of that name holds one. Names of vision models are none of these."""
-    there = name in shipped() or Path(name).is_dir() or "/" in name
-    return there and is_language(read_config(find(name)))
+    return family_of(name) in LANGUAGE
 
 
 def _only_for_images(**given: Any) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..backbones.base import Backbone
 from ..engine.recording import cut_by_matmul
 from ..methods import Method
 from ..model import AdaptiveViT, Output
@@ -110,7 +109,6 @@ class Teacher:
 @contextlib.contextmanager
 def fast(model: AdaptiveViT, compiled: bool) -> Iterator[None]:
     """Within, a model's blocks run compiled, its patches are cut by one matrix product."""
-    backbone: Backbone = model.backbone
     cut = cut_by_matmul(model.vit) if compiled else contextlib.nullcontext()
-    with cut, backbone.compiling(compiled):
+    with cut, model.backbone.compiling(compiled):
         yield
