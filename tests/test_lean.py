@@ -16,7 +16,7 @@ from dwindle.bench import forced_depths
 from dwindle.lean import Lean
 from dwindle.ops.heirs import hand_over, heirs, inherit
 from dwindle.ops.linear import available, linear, linear_ref
-from dwindle.ops.patches import cutting, embed_patches
+from dwindle.ops.patches import cut_by_matmul, cutting, embed_patches
 
 packs = pytest.mark.skipif(not available(), reason="this torch has no MKL")
 
@@ -141,18 +141,21 @@ def test_heirs_of_parted_rows(stay):
     assert torch.equal(its, torch.where(keep & patch, sizes, size)[keep])
 
 
+@pytest.mark.parametrize("by", ["call", "module"])
 @pytest.mark.parametrize("size", [(32, 32), (37, 50)])
 @torch.no_grad()
-def test_patches_by_a_matrix_product(size):
+def test_patches_by_a_matrix_product(size, by):
     conv, images = nn.Conv2d(3, 12, (8, 16), (8, 16)), torch.randn(2, 3, *size)
+    others = nn.ModuleList([nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 8, 8, padding=1), nn.Conv2d(3, 6, 8, 8, groups=3)])
     torch.testing.assert_close(embed_patches(images, conv.weight, conv.bias), conv(images), atol=1e-5, rtol=1e-5)
-    with cutting(images):
+    with cutting(images) if by == "call" else cut_by_matmul(nn.ModuleList([conv, others])):
         assert conv(images).stride() == embed_patches(images, conv.weight, conv.bias).stride()
-        for other in (nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 8, 8, padding=1), nn.Conv2d(3, 6, 8, 8, groups=3)):
+        for other in others:
             inside = other(images)
             assert torch.equal(
                 inside, F.conv2d(images, other.weight, other.bias, other.stride, other.padding, 1, other.groups)
             )
+    assert "forward" not in conv.__dict__
 
 
 @torch.no_grad()

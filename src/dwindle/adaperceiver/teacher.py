@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoint import load
-from ..engine.recording import captured, cut_by_matmul
+from ..engine.recording import captured
 from ..errors import DwindleError
 from ..methods.static import Static
 from ..model import AdaptiveViT, adapt
+from ..ops.patches import cut_by_matmul
 
 
 class Teacher:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import accumulate
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..model import Output
-from ..ops.patches import embed_patches
+from ..ops.patches import cut_by_matmul
 from ..ops.rows import Rows
 from ..tokens import Where
 from ..trace import Trace
@@ -136,29 +134,6 @@ class Recalled(Output):
 
     def __reduce__(self) -> tuple:
         return Output, (self.logits, self.trace, self.features)
-
-
-@contextmanager
-def cut_by_matmul(vit: nn.Module) -> Iterator[None]:
-    """Within, patches are cut by one copy and embedded by one matrix product: a convolution that steps by its own size
-    is that, and cuDNN's takes many times as long."""
-    cutters = [m for m in vit.modules() if isinstance(m, nn.Conv2d) and _only_cuts(m)]
-    for cutter in cutters:
-        cutter.forward = MethodType(_cut, cutter)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for cutter in cutters:
-            del cutter.forward
-
-
-def _only_cuts(conv: nn.Conv2d) -> bool:
-    plain = conv.groups == 1 and tuple(conv.dilation) == (1, 1) and tuple(conv.padding) == (0, 0)
-    return plain and tuple(conv.kernel_size) == tuple(conv.stride) and "forward" not in conv.__dict__
-
-
-def _cut(conv: nn.Conv2d, images: Tensor) -> Tensor:
-    return embed_patches(images, conv.weight, conv.bias)
 
 
 def captured(call: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
@@ -31,16 +32,34 @@ def embed_patches(images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return F.linear(patches, weight.flatten(1), bias).view(batch, rows, columns, -1).permute(0, 3, 1, 2)
 
 
+@contextmanager
+def cut_by_matmul(vit: nn.Module) -> Iterator[None]:
+    """Within, convolutions of this model that only cut are `embed_patches`, compiled and recorded too: cuDNN's take
+    many times as long."""
+    cutters = [m for m in vit.modules() if isinstance(m, nn.Conv2d) and "forward" not in m.__dict__]
+    cutters = [m for m in cutters if _only_cuts(m.kernel_size, m.stride, m.padding, m.dilation, m.groups)]
+    for cutter in cutters:
+        cutter.forward = MethodType(_cut, cutter)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for cutter in cutters:
+            del cutter.forward
+
+
+def _cut(conv: nn.Conv2d, images: Tensor) -> Tensor:
+    return embed_patches(images, conv.weight, conv.bias)
+
+
 class _Cutting(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.conv2d and len(args) == 7 and _only_cuts(*args):
-            return embed_patches(*args[:3])
+        if func is torch.conv2d and len(args) == 7:  # as nn.Conv2d gives them
+            images, weight, bias, *how = args
+            if images.dim() == 4 and _only_cuts(tuple(weight.shape[2:]), *how):
+                return embed_patches(images, weight, bias)
         return func(*args, **(kwargs or {}))
 
 
-def _only_cuts(
-    images: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
-) -> bool:
-    """Of the arguments nn.Conv2d gives."""
-    plain = padding == (0, 0) and dilation == (1, 1) and groups == 1
-    return plain and tuple(stride) == tuple(weight.shape[2:]) and images.dim() == 4
+def _only_cuts(kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int) -> bool:
+    """Of a convolution: it steps by its own size and does nothing else."""
+    return stride == kernel and (padding, dilation, groups) == ((0, 0), (1, 1), 1)

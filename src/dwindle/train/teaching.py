@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..engine.recording import cut_by_matmul
 from ..methods import Method
 from ..model import AdaptiveViT, Output
+from ..ops.patches import cut_by_matmul
 from ..tokens import Where
 from ..trace import Trace
 from .recipe import Recipe
