@@ -3,7 +3,7 @@
 python benchmarks/tiles.py --width 384 --heads 6 --tokens 197 --batch 1,8,32,128,512
 
 One JSON line per layer and batch: the fastest tiles (microseconds in a CUDA graph) beside cuBLAS or SDPA on the
-same numbers. What `linear_tile` and `attention_tile` in src/dwindle/ops/rows.py return comes from here. Kernels are
+same numbers. What `linear_tile` and `attention_tile` in src/dwindle/ops/launch.py return comes from here. Kernels are
 compiled by several processes first (Triton keeps them on disk), then timed by one.
 """
 
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dwindle.ops import rows as ops
+from dwindle.ops.launch import Tile
 
 LINEAR = [
     *product((64, 128), (64, 128), (64,), (4,), (3, 4)),
@@ -99,9 +100,9 @@ def attention_call(
 
 def use(linear: tuple | None = None, attention: tuple | None = None) -> None:
     if linear is not None:
-        ops.linear_tile = lambda *_: ops.Tile(*linear)  # type: ignore[assignment]
+        ops.linear_tile = lambda *_: Tile(*linear)  # type: ignore[assignment]
     if attention is not None:
-        ops.attention_tile = lambda *_: ops.Tile(*attention)  # type: ignore[assignment]
+        ops.attention_tile = lambda *_: Tile(*attention)  # type: ignore[assignment]
 
 
 def choices() -> Iterator[tuple]:

@@ -16,7 +16,7 @@ from dwindle.methods.exits import image_state
 from dwindle.methods.pondernet import PonderNet
 from dwindle.methods.shallow import Shallow
 from dwindle.methods.similarity import Similarity
-from dwindle.tokens import LAYOUTS
+from dwindle.model import LAYOUTS
 
 LAYOUT = pytest.mark.parametrize("layout", ["packed", "masked"])
 BACKBONE = pytest.mark.parametrize("backbone", ["vit", "average"])

@@ -10,10 +10,10 @@ import torch
 
 import dwindle
 from conftest import METHODS, build, images_for
+from dwindle.masked import Masked
 from dwindle.methods import Method
 from dwindle.methods.aht import PRESETS
 from dwindle.methods.base import halting_distribution, halting_kl, normalised_gaussian
-from dwindle.tokens import Masked
 
 
 def algorithm_1(model: dwindle.AdaptiveViT, images: torch.Tensor):

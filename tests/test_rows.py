@@ -11,6 +11,7 @@ from torch import nn
 
 from dwindle.ops import heirs_rows, planner
 from dwindle.ops import rows as ops
+from dwindle.ops.launch import linear_tile
 from with_triton import CUDA, DEVICE, in_the_interpreter, kernels
 
 test_kernels_in_the_interpreter = in_the_interpreter(__file__)
@@ -59,7 +60,7 @@ def test_normed_linear(dtype, act, normed, many):
     images, tokens, width, out = (3 if many else 2, 50, 64, 70 if act == "silu" else 96)
     if CUDA:
         images, tokens, width, out = 40 if many else 2, 197, 192, 392
-    tile = ops.linear_tile(images * tokens, out, width, dtype)
+    tile = linear_tile(images * tokens, out, width, dtype)
     assert bool(tile.persistent) == (many and (CUDA or act != "silu") and not (CUDA and dtype == torch.float32))
     rows = some_rows(random_live(images, tokens, 0.6, 1))
     x = (torch.randn(images * tokens, width, device=DEVICE) * 2 + 0.5).to(dtype)

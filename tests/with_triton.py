@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dwindle.ops.rows import interpreted
+from dwindle.ops.launch import interpreted
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -167,7 +167,7 @@ def evaluate(
     from .checkpoint import load_halting
     from .lm import cli as language
     from .methods.base import require
-    from .tokens import LAYOUTS
+    from .model import LAYOUTS
     from .train.batches import loader
     from .train.evaluate import evaluate as measure
     from .train.evaluate import evaluation_images

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .masked import Masked
 from .ops.attention import looked_at
-from .tokens import Masked, Where, wide
+from .tokens import Where, wide
 from .trace import Trace
 
 NEVER = -1e9  # what the softmax makes exactly 0; unlike -inf it leaves an image without live rows finite

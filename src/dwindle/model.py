@@ -15,14 +15,16 @@ from .backbones import Backbone, backbone_of
 from .cost import static_macs, trace_macs
 from .errors import DwindleError, unknown
 from .lean import Lean, takes
+from .masked import Masked
 from .methods import Method
 from .ops.patches import cutting
-from .tokens import LAYOUTS, Tokens
+from .tokens import Packed, Tokens
 from .trace import Trace
 
 if TYPE_CHECKING:
     from .engine.graph import Engine
 
+LAYOUTS: dict[str, type[Masked] | type[Packed]] = {"masked": Masked, "packed": Packed}
 DISTILLATIONS = ("soft", "hard", "token")
 
 

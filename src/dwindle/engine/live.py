@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..masked import Masked
 from ..ops.attention import looked_at
 from ..ops.heirs_rows import bequeath_rows
 from ..ops.rows import Rows, compact
-from ..tokens import Masked
 from .block import Ready
 
 

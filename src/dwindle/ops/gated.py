@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import Tile, interpreted, power_of_two, precision
+from .launch import Tile, interpreted, power_of_two, precision
 from .rows import kernels as rows_kernels
 
 

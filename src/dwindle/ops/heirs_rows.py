@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .heirs import inherit
-from .rows import Rows, available, interpreted, overlapping, power_of_two, precision
+from .launch import interpreted, overlapping, power_of_two, precision
+from .rows import Rows, available
 
 
 def bequeath_rows_ref(

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .rows import Rows, available, compact_ref, few, interpreted, listed, overlapping, power_of_two, precision
+from .launch import interpreted, overlapping, power_of_two, precision
+from .rows import Rows, available, compact_ref, few, listed
 
 
 @cache

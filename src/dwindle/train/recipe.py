@@ -13,8 +13,7 @@ from typing import Any
 from ..errors import DwindleError, unknown
 from ..methods import Method
 from ..methods.base import require
-from ..model import DISTILLATIONS
-from ..tokens import LAYOUTS
+from ..model import DISTILLATIONS, LAYOUTS
 
 PARALLELS = ("ddp", "fsdp")
 

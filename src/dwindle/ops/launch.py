@@ -1,0 +1,99 @@
+"""How kernels over rows are cut into tiles and launched."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tile(NamedTuple):
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    persistent: int = 0  # programs per multiprocessor that stay for tile after tile; 0: a program for each tile
+
+
+def linear_tile(rows: int, out: int, inner: int, dtype: torch.dtype) -> Tile:
+    """How a linear layer is cut, as measured on an H200 (benchmarks/tiles.py): little work wants many programs, much of
+    it large tiles."""
+    if interpreted():
+        return _dividing(Tile(32, 32, 32, 4, 1, persistent=int(rows > 100 and out % 8 == inner % 8 == 0)), inner)
+    if dtype == torch.float32:
+        return _dividing(Tile(64, 64, 32, 4, 2), inner)
+    width = min(out, inner)
+    work = rows * max(width, 384) // 384  # as many rows of a width of 384 are as much
+    if work <= 512:
+        return _dividing(Tile(64, 64, 64, 4, 4) if out > inner else Tile(32, 32, 128, 4, 4), inner)
+    if not can_describe(out, inner):
+        return _dividing(Tile(64, 64, 64, 4, 4) if work <= 2048 else Tile(128, 128, 64, 8, 3), inner)
+    qkv = out == 3 * inner
+    if work <= 2048:
+        if out <= inner:
+            return _dividing(Tile(64, 64, 128, 4, 3), inner)
+        if width < 384:
+            return _dividing(Tile(64, 64, 64, 4, 4), inner)
+        return Tile(64, 64, 64, 4, 4, persistent=1000) if qkv else Tile(128, 64, 64, 4, 3, persistent=3)
+    if work <= 8192:
+        return Tile(64, 128, 64, 4, 4, persistent=2) if out < inner else Tile(128, 64, 64, 4, 4, persistent=2)
+    if qkv:
+        return Tile(256, 128, 64, 8, 3, persistent=1)
+    return Tile(128, 128, 64, 8, 4, persistent=1) if out < inner else Tile(128, 64, 64, 4, 4, persistent=2)
+
+
+def _dividing(tile: Tile, inner: int) -> Tile:
+    """The tile with a depth that divides the layer's, where one does: then no load is masked."""
+    return next((tile._replace(k=k) for k in (128, 64, 32, 16) if k <= tile.k and inner % k == 0), tile)
+
+
+def norm_tile(rows: int) -> Tile:
+    return Tile(2, 0, 0, 2, 1) if rows <= 2048 else Tile(4, 0, 0, 4, 1)
+
+
+def can_describe(out: int, inner: int) -> bool:
+    """Whether Hopper's copy engine takes rows of these sizes."""
+    return torch.cuda.get_device_capability() >= (9, 0) and out % 8 == inner % 8 == 0
+
+
+def attention_tile(longest: int, size: int, images: int, dtype: torch.dtype) -> Tile:
+    if interpreted():
+        return Tile(16, 16, 0, 4, 1)
+    if dtype == torch.float32:
+        return Tile(32, 32, 0, 4, 1)
+    if size > 64:
+        return Tile(64, 64, 0, 4, 2)
+    if images <= 2:
+        return Tile(16, 128, 0, 4, 2)
+    return Tile(64 if images <= 16 else 128, 32, 0, 4, 3)
+
+
+def interpreted() -> bool:
+    """Triton's kernels run as Python on the CPU: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def power_of_two(least: int, floor: int = 2) -> int:
+    """The smallest that is not below either: Triton's tiles have such sides."""
+    return max(floor, 1 << (least - 1).bit_length())
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def overlapping(x: Tensor, rows: int) -> dict[str, bool]:
+    """How kernels for so many rows are launched: from Hopper on, set up while the one before still runs; where they are
+    long this gains nothing, and the early ones are in the way."""
+    able = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if able and rows <= 16384 else {"PDL": False}
+
+
+def precision(x: Tensor) -> str:
+    """Of a kernel's products: float32 is not to be rounded to fewer bits."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"
