@@ -12,7 +12,7 @@ from PIL import Image
 
 import dwindle
 from conftest import METHODS, build
-from dwindle import charts, report, view
+from dwindle import charts, drawing, report
 from dwindle.charts import read_metrics, spread_settings
 from dwindle.gauge import Stream, measure, measure_static, turn_dial
 from dwindle.images import preprocess_of
@@ -115,7 +115,7 @@ def test_score_boxes_are_quartiles_of_the_images():
 def test_depth_map_and_exits_show_the_numbers():
     mean = np.array([[1.0, 2.5, 4.0], [3.0, 3.0, 2.0]])
     axis = charts.depth_map(mean, 4, 9).axes[0]
-    np.testing.assert_allclose(axis.images[0].get_array(), view._scale(4).to_rgba(mean))
+    np.testing.assert_allclose(axis.images[0].get_array(), drawing.depth_colours(4).to_rgba(mean))
     assert axis.get_title() == "mean depth over 9 images: 1.0 to 4.0"
     bars = charts.exits(np.array([1, 0, 3, 4])).axes[0].patches
     assert [bar.get_height() for bar in bars] == [12.5, 0, 37.5, 50]
@@ -139,7 +139,7 @@ def test_examples_are_veiled_by_their_own_depths():
     figure.savefig("/dev/null", format="png")
     shown = [axis.images[0].get_array() for axis in figure.axes if axis.images]
     for drawn, depths in zip((shown[1], *shown[4:]), patches):
-        np.testing.assert_allclose(drawn, view.veil(photo, depths, 4))
+        np.testing.assert_allclose(drawn, drawing.veil(photo, depths, 4))
     titles = [axis.get_title() for axis in figure.axes if axis.get_title()]
     assert titles == ["50 $ $ note\ndepth 3.2", "b\ndepth 2.0", "a name much too long …\ndepth 4.0"]
 

@@ -9,7 +9,7 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
 import dwindle
-from dwindle import view
+from dwindle import drawing, view
 
 
 def traced(method, size=(32, 32), depths=None, images=2):
@@ -68,7 +68,7 @@ def test_average_depth_is_the_mean_over_the_batch():
     mean = trace.patches.float().mean(0)
     assert f"{mean.min():.1f} to {mean.max():.1f}" in titles(figure)[0]
     drawn = figure.axes[0].images[0].get_array()
-    np.testing.assert_allclose(drawn, view._scale(7).to_rgba(mean.numpy()))
+    np.testing.assert_allclose(drawn, drawing.depth_colours(7).to_rgba(mean.numpy()))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, float])
@@ -79,10 +79,10 @@ def test_veil_covers_exactly_the_halted_patches(dtype):
     trace = traced(dwindle.AHT(stages=(1,)), (16, 40), depths.reshape(1, -1), images=1)
     assert torch.equal(trace.patches[0], depths)
     plain = raw / 255
-    shown = view.veil(image, trace.patches[0].numpy(), trace.blocks)
+    shown = drawing.veil(image, trace.patches[0].numpy(), trace.blocks)
     assert shown.shape == (16, 40, 3) and shown.min() >= 0 and shown.max() <= 1
-    share = ((shown - plain) / (view.VEIL - plain)).reshape(2, 8, 5, 8, 3).transpose(0, 2, 1, 3, 4)
-    expected = {3: 0.0, 2: (view.FAINTEST + view.STRONGEST) / 2, 1: view.STRONGEST}
+    share = ((shown - plain) / (drawing.VEIL - plain)).reshape(2, 8, 5, 8, 3).transpose(0, 2, 1, 3, 4)
+    expected = {3: 0.0, 2: (drawing.FAINTEST + drawing.STRONGEST) / 2, 1: drawing.STRONGEST}
     for patch, depth in zip(share.reshape(10, -1), depths.flatten().tolist()):
         np.testing.assert_allclose(patch, expected[depth], atol=1e-9)
 
@@ -92,7 +92,7 @@ def test_picture_shows_the_veil_the_depths_and_their_share():
     figure = view.picture(image, trace, 1, title="50 $\nfor a $ cat")
     plain, veiled, depths, exits = figure.axes[:4]
     np.testing.assert_allclose(plain.images[0].get_array(), image / 255)
-    np.testing.assert_allclose(veiled.images[0].get_array(), view.veil(image, trace.patches[1].numpy(), 6))
+    np.testing.assert_allclose(veiled.images[0].get_array(), drawing.veil(image, trace.patches[1].numpy(), 6))
     assert depths.images[0].get_extent() == [0, 32, 24, 0] and depths.child_axes[0].get_ylabel() == "blocks run"
     assert depths.child_axes[0].get_ylim() == (1, 6)
     assert [bar.get_height() for bar in exits.patches] == [(trace.depth[1] == block).sum() for block in range(1, 7)]
@@ -140,15 +140,15 @@ def test_summary_names_few_images_and_counts_many():
 def test_any_grid_and_any_number_of_blocks(tmp_path, grid, blocks):
     trace = fake(grid, blocks, images=1)
     assert len(view.draw([photo(8 * grid[0], 8 * grid[1])], trace, tmp_path, ["x"])) == 3
-    view.save_figure(view.average_depth(trace), tmp_path / "average.png")
+    drawing.save_figure(view.average_depth(trace), tmp_path / "average.png")
 
 
 def test_names_are_safe_and_unique():
     names = ["a b/ç.jpg", "../../etc", "cat", "Cat", "cat_layers", "summary", "", "猫", "x" * 300]
-    stems = view._stems(names)
+    stems = drawing.file_stems(names)
     assert stems[:6] == ["a_b_.jpg", "etc", "cat", "Cat-2", "cat_layers-2", "summary-2"]
     assert stems[6:] == ["image", "image-2", "x" * 100]
-    assert view._stems(["a_layers", "a"]) == ["a_layers", "a-2"]
+    assert drawing.file_stems(["a_layers", "a"]) == ["a_layers", "a-2"]
 
 
 def test_mistakes_are_named(tmp_path):
@@ -162,7 +162,7 @@ def test_mistakes_are_named(tmp_path):
     with pytest.raises(dwindle.DwindleError, match="trace is of 2 images"):
         view.draw(images, trace, tmp_path / "out", ["a"])
     with pytest.raises(dwindle.DwindleError, match="no image"):
-        view.veil(np.zeros((3, 32, 32)), np.ones((2, 2)), 3)
+        drawing.veil(np.zeros((3, 32, 32)), np.ones((2, 2)), 3)
 
 
 def test_failed_save_leaves_the_old_picture(tmp_path):
@@ -174,13 +174,14 @@ def test_failed_save_leaves_the_old_picture(tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(OSError):
-        view.save_figure(SimpleNamespace(savefig=savefig), path)
+        drawing.save_figure(SimpleNamespace(savefig=savefig), path)
     assert [file.name for file in tmp_path.iterdir()] == ["a.png"] and path.read_text() == "old"
 
 
 def test_import_is_lean_and_figures_need_no_pyplot():
     code = (
-        "import sys, dwindle.view as view; assert 'matplotlib' not in sys.modules, 'import';"
-        "view._figure(1, 1).savefig('/dev/null', format='png'); assert 'matplotlib.pyplot' not in sys.modules, 'pyplot'"
+        "import sys, dwindle.view; from dwindle import drawing; assert 'matplotlib' not in sys.modules, 'import';"
+        "drawing.canvas(1, 1).savefig('/dev/null', format='png');"
+        "assert 'matplotlib.pyplot' not in sys.modules, 'pyplot'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .drawing import Photo, block_ticks, canvas, depth_colours, heatmap, panel_height, pixels_of, show, tidy, veil
 from .errors import DwindleError
-from .view import Photo, _figure, _heat, _height, _pixels, _scale, _show, _ticks, _tidy, veil
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,16 +48,16 @@ class CostGroup:
 
 def depth_map(mean: np.ndarray, blocks: int, images: int) -> Figure:
     """Mean depth (rows, columns) of each position over the data set: A-ViT Fig. 4a."""
-    figure = _figure(5.4, _height(mean, 4.2) + 0.5)
+    figure = canvas(5.4, panel_height(mean, 4.2) + 0.5)
     text = f"mean depth over {images} image{'s' * (images > 1)}: {mean.min():.1f} to {mean.max():.1f}"
-    _heat(figure.add_subplot(), mean, blocks, text, mean.shape)
+    heatmap(figure.add_subplot(), mean, blocks, text, mean.shape)
     return figure
 
 
 def score_boxes(scores: np.ndarray) -> Figure:
     """(L, n) mean score of each image's live tokens, NaN where it has none, as a box per block: A-ViT Fig. 4b."""
     blocks = len(scores)
-    figure = _figure(7.0, 3.8)
+    figure = canvas(7.0, 3.8)
     axis, layers = figure.add_subplot(), np.arange(1, blocks + 1)
     drawn = axis.boxplot(
         [row[~np.isnan(row)] for row in scores],
@@ -69,19 +69,19 @@ def score_boxes(scores: np.ndarray) -> Figure:
         manage_ticks=False,
         medianprops={"color": "black"},
     )
-    for box, colour in zip(drawn["boxes"], _scale(blocks).to_rgba(layers)):
+    for box, colour in zip(drawn["boxes"], depth_colours(blocks).to_rgba(layers)):
         box.set(facecolor=colour, **EDGE)
-    axis.set(xlabel="block", ylabel="mean score of an image's live tokens", xticks=_ticks(blocks, 24))
+    axis.set(xlabel="block", ylabel="mean score of an image's live tokens", xticks=block_ticks(blocks, 24))
     axis.set(xlim=(0.4, blocks + 0.6))
-    _tidy(axis, "score in each block")
+    tidy(axis, "score in each block")
     return figure
 
 
 def easy_and_hard(easy: Sequence[Example], hard: Sequence[Example], blocks: int) -> Figure:
     """Images that went least and most deep, each above itself with its halted patches veiled: A-ViT Fig. 5."""
     columns = max(len(easy), len(hard))
-    height = _height(_pixels((*easy, *hard)[0].photo), 1.9)
-    figure = _figure(1.9 * columns + 0.5, 4 * height + 2.0)
+    height = panel_height(pixels_of((*easy, *hard)[0].photo), 1.9)
+    figure = canvas(1.9 * columns + 0.5, 4 * height + 2.0)
     rows = figure.add_gridspec(2, 1)
     for row, examples, title in ((0, easy, "least compute"), (1, hard, "most compute")):
         part = figure.add_subfigure(rows[row])
@@ -90,17 +90,17 @@ def easy_and_hard(easy: Sequence[Example], hard: Sequence[Example], blocks: int)
         for axis in axes.flat:
             axis.set_axis_off()
         for column, example in enumerate(examples):
-            pixels = _pixels(example.photo)
-            _show(axes[0, column], pixels, f"{_short(example.label)}\ndepth {example.depth:.1f}", size=10)
+            pixels = pixels_of(example.photo)
+            show(axes[0, column], pixels, f"{_short(example.label)}\ndepth {example.depth:.1f}", size=10)
             axes[0, column].title.set_parse_math(False)  # a name may hold a '$'
-            _show(axes[1, column], veil(pixels, example.patches, blocks), "")
+            show(axes[1, column], veil(pixels, example.patches, blocks), "")
     return figure
 
 
 def training_curves(runs: Mapping[str, Mapping[str, np.ndarray]]) -> Figure:
     """{run: {column of metrics.csv: values per epoch}}: loss, accuracy and cost of all runs, overlaid: A-ViT Fig. 7."""
     shown = [name for name in CURVES if any(np.isfinite(run.get(name, [np.nan])).any() for run in runs.values())]
-    figure = _figure(4.5 * len(shown), 3.8)
+    figure = canvas(4.5 * len(shown), 3.8)
     handles = {}
     for axis, name in zip(figure.subplots(1, len(shown), squeeze=False).flat, shown):
         for index, (run, columns) in enumerate(runs.items()):
@@ -111,7 +111,7 @@ def training_curves(runs: Mapping[str, Mapping[str, np.ndarray]]) -> Figure:
             handles[run], *_ = axis.plot(columns["epoch"][known], values[known], **style)
         axis.set(xlabel="epoch")
         axis.xaxis.get_major_locator().set_params(integer=True)
-        _tidy(axis, CURVES[name])
+        tidy(axis, CURVES[name])
     if len(runs) > 1:
         names = [f" {name}" for name in handles]  # matplotlib hides a label that begins with '_'
         legend = figure.legend(
@@ -125,17 +125,17 @@ def training_curves(runs: Mapping[str, Mapping[str, np.ndarray]]) -> Figure:
 def exits(stops: np.ndarray) -> Figure:
     """(L,) how many tokens stopped after each block."""
     blocks, share = len(stops), 100 * stops / stops.sum()
-    figure = _figure(7.0, 3.4)
+    figure = canvas(7.0, 3.4)
     axis, layers = figure.add_subplot(), np.arange(1, blocks + 1)
-    axis.bar(layers, share, color=_scale(blocks).to_rgba(layers), **EDGE)
-    axis.set(xlabel="last block run", ylabel="tokens (%)", xlim=(0.4, blocks + 0.6), xticks=_ticks(blocks, 24))
-    _tidy(axis, "where tokens stop")
+    axis.bar(layers, share, color=depth_colours(blocks).to_rgba(layers), **EDGE)
+    axis.set(xlabel="last block run", ylabel="tokens (%)", xlim=(0.4, blocks + 0.6), xticks=block_ticks(blocks, 24))
+    tidy(axis, "where tokens stop")
     return figure
 
 
 def accuracy_by_cost(groups: Sequence[CostGroup]) -> Figure:
     """Accuracy of images from the cheapest to the dearest fifth, adaptive and static, with its standard error."""
-    figure = _figure(7.0, 3.8)
+    figure = canvas(7.0, 3.8)
     axis, places = figure.add_subplot(), np.arange(len(groups))
     accuracy = np.array([group.adaptive for group in groups])
     error = np.sqrt(accuracy * (100 - accuracy) / [group.images for group in groups])
@@ -144,7 +144,7 @@ def accuracy_by_cost(groups: Sequence[CostGroup]) -> Figure:
     axis.plot(places, static, color="C1", marker="D", linestyle="none", label="static", markeredgecolor="0.3")
     axis.set_xticks(places, [f"{group.gmacs:.3g}" for group in groups])
     axis.set(xlabel="mean GMACs of the group: cheapest to dearest images", ylabel="top-1 (%)", ylim=(0, 105))
-    _tidy(axis, "accuracy of images by what they cost")
+    tidy(axis, "accuracy of images by what they cost")
     _legend_below(axis)
     return figure
 
@@ -153,7 +153,7 @@ def dial_curve(
     gmacs: Sequence[float], top1: Sequence[float], trained: tuple[float, float], static: tuple[float, float]
 ) -> Figure:
     """Accuracy against cost as the dial is turned after training; the setting as trained, and nothing halted."""
-    figure = _figure(7.0, 4.2)
+    figure = canvas(7.0, 4.2)
     axis = figure.add_subplot()
     order = np.argsort(gmacs)
     axis.plot(np.asarray(gmacs)[order], np.asarray(top1)[order], color="C0", marker="o", label="dial turned")
@@ -161,7 +161,7 @@ def dial_curve(
     axis.plot(*static, color="C1", marker="D", linestyle="none", markeredgecolor="0.3", label="static")
     axis.set(xlabel="GMACs per image", ylabel="top-1 (%)")
     axis.set_xlim(left=0)
-    _tidy(axis, "accuracy against cost, without training again")
+    tidy(axis, "accuracy against cost, without training again")
     _legend_below(axis)
     return figure
 
@@ -313,7 +313,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def tradeoff(rows: Sequence[dict[str, Any]], title: str, reference: str) -> Figure:
     """Accuracy against GMACs, a line per method (AHT-ViT Fig. 3)."""
-    figure = _figure(8.5, 5.5, title)
+    figure = canvas(8.5, 5.5, title)
     axis = figure.add_subplot()
     rows = [row for row in rows if row["group"] == "methods"]
     names = list(dict.fromkeys(row["name"] for row in rows))
@@ -338,7 +338,7 @@ def tradeoff(rows: Sequence[dict[str, Any]], title: str, reference: str) -> Figu
             axis.axhline(row["top1"], color="0.6", linestyle=":", linewidth=1)
     axis.set(xlabel="GMACs per image", ylabel="top-1 (%)")
     axis.grid(axis="x", color="0.9")
-    _tidy(axis, "mean over seeds; bars: standard deviation")
+    tidy(axis, "mean over seeds; bars: standard deviation")
     if names:
         axis.legend(fontsize=9, loc="lower right", frameon=False)
     return figure

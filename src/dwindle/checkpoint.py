@@ -123,7 +123,7 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
         return _own(folder, config)
     if method["name"] not in Method.registry:
         raise unknown("method", method["name"], Method.registry, hint=f"{folder / CONFIG} was saved with it")
-    weights = _read_weights(folder / WEIGHTS)
+    weights = read_weights(folder / WEIGHTS)
     if vit is None:
         if config["saved"] == "method" or backbone["options"] is None:
             raise DwindleError(
@@ -141,7 +141,7 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
         raise DwindleError(f"{folder} belongs to a {backbone['family']} model, but vit is a {family} model.")
 
     try:
-        model = adapt(vit, Method.registry[method["name"]](**_options(method["options"])))
+        model = adapt(vit, Method.registry[method["name"]](**as_options(method["options"])))
     except TypeError as error:
         raise DwindleError(
             f"{folder / CONFIG} has settings this version's {method['name']} does not know: {error}."
@@ -150,9 +150,9 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
         raise unknown("kind of weights", config["weights"], WEIGHT_KINDS, hint=f"{folder / CONFIG} names it")
     if config.get("weights") == "int8":
         to_int8(model)
-    _fill(model.method, {n.removeprefix("method."): w for n, w in weights.items() if n.startswith("method.")}, folder)
+    fill(model.method, {n.removeprefix("method."): w for n, w in weights.items() if n.startswith("method.")}, folder)
     if config["saved"] == "all":
-        _fill(model.vit, {n: w for n, w in weights.items() if not n.startswith("method.")}, folder)
+        fill(model.vit, {n: w for n, w in weights.items() if not n.startswith("method.")}, folder)
     model.extra = config.get("extra", {})  # type: ignore[assignment]
     return model.eval()
 
@@ -174,10 +174,10 @@ def _own(folder: Path, config: dict[str, Any]) -> Any:
     from .adaperceiver import AdaPerceiver
 
     try:
-        model = AdaPerceiver(**_options(config["backbone"]["options"]))
+        model = AdaPerceiver(**as_options(config["backbone"]["options"]))
     except TypeError as error:
         raise DwindleError(f"{folder / CONFIG} has settings this version does not know: {error}.") from error
-    _fill(model, _read_weights(folder / WEIGHTS), folder)
+    fill(model, read_weights(folder / WEIGHTS), folder)
     model.extra = config.get("extra", {})
     return model.eval()
 
@@ -238,7 +238,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -252,7 +252,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _fill(module: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+def fill(module: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
     """Strict, with the first difference named. float16 is a way of storing: the module keeps its own precision."""
     own = module.state_dict()
     missing, foreign = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
@@ -276,7 +276,8 @@ def _outline(weight: Tensor) -> str:
     return f"{tuple(weight.shape)}{' int8' if weight.dtype == torch.int8 else ''}"
 
 
-def _options(options: dict[str, Any]) -> dict[str, Any]:
+def as_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Constructor arguments from JSON, which knows no tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
@@ -290,7 +291,7 @@ def load_vit_weights(vit: nn.Module, path: str | os.PathLike) -> nn.Module:
     """Plain ViT weights from .safetensors, or from a legacy .pth without running code from it."""
     path = Path(path)
     if path.suffix == ".safetensors":
-        weights = _read_weights(path)
+        weights = read_weights(path)
     else:
         if not path.is_file():
             raise DwindleError(f"{path} does not exist; give a .safetensors or .pth file of weights.")
@@ -301,5 +302,5 @@ def load_vit_weights(vit: nn.Module, path: str | os.PathLike) -> nn.Module:
                 f"{path} cannot be read as plain weights ({type(error).__name__}); convert it to safetensors."
             ) from error
         weights = weights.get("model", weights.get("state_dict", weights))
-    _fill(vit, weights, path)
+    fill(vit, weights, path)
     return vit

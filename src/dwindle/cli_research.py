@@ -49,10 +49,10 @@ def compare(
 
     from .charts import tradeoff
     from .compare import Compare, markdown, read_results, summarised
+    from .drawing import save_figure
     from .files import write_text
     from .lm import cli as language
     from .train.recipe import changed, find_comparison
-    from .view import save_figure
 
     plan = find_comparison(comparison)()
     plan = dataclasses.replace(plan, base=changed(plan.base, set or []))

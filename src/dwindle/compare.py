@@ -118,7 +118,7 @@ class Compare:
 
     # Where things are.
     def _path(self, name: str, cost: float, seed: int) -> Path:
-        return self.folder / f"{_slug(name)}-{cost:.2f}-s{seed}.json"
+        return self.folder / f"{slug(name)}-{cost:.2f}-s{seed}.json"
 
     def _conditions(self, recipe: Recipe) -> dict[str, Any]:
         """What a result depends on, as it is kept beside it."""
@@ -132,7 +132,7 @@ class Compare:
         """Whether the result is there. One made under other conditions is not it."""
         if not path.exists():
             return False
-        old, new = _read(path).get("conditions", {}), self._conditions(recipe)
+        old, new = read_result(path).get("conditions", {}), self._conditions(recipe)
         differing = ", ".join(f"{name}={old.get(name)} (now {new[name]})" for name in new if old.get(name) != new[name])
         if differing:
             raise DwindleError(f"{path} was made with {differing}; choose another --results, or delete it.")
@@ -169,7 +169,7 @@ class Compare:
             else:
                 run, model, seconds = self._trained(recipe, folder)
             self._write(path, STATIC, "methods", run, model, 1.0, seed, seconds)
-        yield _read(path)
+        yield read_result(path)
 
     def _alone(self, seed: int) -> Recipe:
         """The static model learns from the labels alone."""
@@ -188,7 +188,7 @@ class Compare:
             self._turned(entry, missing, seed)
         for path in paths.values():
             if path.exists():
-                yield _read(path)
+                yield read_result(path)
 
     def _recipe(self, entry: Entry, cost: float, seed: int) -> Recipe:
         if entry.train == "never":
@@ -202,7 +202,7 @@ class Compare:
         return dataclasses.replace(self.comparison.base, **settings)
 
     def _each(self, entry: Entry, cost: float, seed: int) -> None:
-        folder = self.out / f"{_slug(entry.name)}-{cost:.2f}-s{seed}"
+        folder = self.out / f"{slug(entry.name)}-{cost:.2f}-s{seed}"
         recipe = self._recipe(entry, cost, seed)
         run, model, seconds = self._trained(recipe, folder)
         dial = model.method.dial
@@ -219,10 +219,10 @@ class Compare:
         """One model, its dial turned to each cost on training images."""
         if entry.train == "once":
             recipe = self._recipe(entry, costs[0], seed)
-            run, model, seconds = self._trained(recipe, self.out / f"{_slug(entry.name)}-s{seed}")
+            run, model, seconds = self._trained(recipe, self.out / f"{slug(entry.name)}-s{seed}")
         else:
             static = load(self._static_made(seed)).unwrap()
-            run, seconds = self._opened(self._alone(seed), self.out / f"{_slug(entry.name)}-s{seed}"), 0.0
+            run, seconds = self._opened(self._alone(seed), self.out / f"{slug(entry.name)}-s{seed}"), 0.0
             model = adapt(static, Method.registry[entry.method](**entry.options)).to(run.device)
         images = run.typical()
         for cost in costs:
@@ -283,18 +283,18 @@ class Compare:
             "teacher_asked": teacher is not None and teacher.asked > 0,  # or its answers kept, which is faster
             "conditions": self._conditions(run.recipe),
             "taught": run.recipe.teacher is not None,
-            "machine": _machine(run.device),
+            "machine": machine(run.device),
         }
         write_text(path, json.dumps(result, indent=1) + "\n")
         return packed
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
     """A name as part of a file's."""
     return re.sub(r"[^A-Za-z0-9.-]+", "_", name)
 
 
-def _machine(device: torch.device) -> dict[str, str]:
+def machine(device: torch.device) -> dict[str, str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     commit = os.environ.get("DWINDLE_COMMIT")  # for a machine that has a copy without its history
     if commit is None:
@@ -306,7 +306,7 @@ def _machine(device: torch.device) -> dict[str, str]:
     return {"device": name, "torch": torch.__version__, "commit": commit}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_result(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except ValueError as error:
@@ -315,7 +315,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def read_results(folder: str | os.PathLike) -> list[dict[str, Any]]:
     """Every result of a comparison's folder."""
-    return [_read(path) for path in sorted(Path(folder).glob("*.json"))]
+    return [read_result(path) for path in sorted(Path(folder).glob("*.json"))]
 
 
 def summarised(results: Sequence[dict[str, Any]], reference: str = STATIC) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from .errors import DwindleError
 from .files import draft, write_text
 from .images import preprocess_of
 from .model import AdaptiveViT
-from .train.data import EXTENSIONS, Images, _from_file, _Parquet, open_data
+from .train.data import EXTENSIONS, Images, Parquet, from_file, open_data
 
 PART = 2048  # rows; what a kill can cost
 TOP = 5
@@ -194,7 +194,7 @@ def open_images(name: str) -> Images:
         return open_data(name, "test")
     found = sorted(path for path in folder.rglob("*") if _is_image(path))
     paths = np.array([os.fsencode(p.relative_to(folder)) for p in found])
-    return Images(name, partial(_from_file, folder, paths), np.full(len(paths), -1))
+    return Images(name, partial(from_file, folder, paths), np.full(len(paths), -1))
 
 
 def _is_image(path: Path) -> bool:
@@ -203,9 +203,9 @@ def _is_image(path: Path) -> bool:
 
 def _name(images: Images, i: int) -> str | None:
     source, row = images.source, int(images.rows[i])
-    if isinstance(source, partial) and source.func is _from_file:
+    if isinstance(source, partial) and source.func is from_file:
         return os.fsdecode(source.args[1][row])
-    return source.path(row) if isinstance(source, _Parquet) else None
+    return source.path(row) if isinstance(source, Parquet) else None
 
 
 class _Read(Dataset):

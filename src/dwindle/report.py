@@ -20,6 +20,7 @@ import torch
 from . import charts
 from .checkpoint import find, load, load_halting, read_config
 from .demo import class_names
+from .drawing import save_figure
 from .errors import DwindleError
 from .files import write_text
 from .gauge import (
@@ -40,7 +41,6 @@ from .methods.static import Static
 from .model import AdaptiveViT
 from .train.data import Images, check_labels, open_data
 from .train.data import limit as first
-from .view import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

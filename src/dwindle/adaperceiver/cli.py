@@ -10,7 +10,7 @@ from typing import Any
 from ..checkpoint import OWN, family_of
 from ..errors import DwindleError, unknown
 from ..terminal import device_for, finish, progress_bar, show_table
-from .commands import _images, _model, _preprocess
+from .commands import images_for, load_network, preprocess_for
 from .model import AdaPerceiver
 
 PRESET = "adaperceiver_"  # and a preset's name: that network, untrained
@@ -39,9 +39,9 @@ def evaluate(
     from ..train.batches import loader
     from ..train.evaluate import evaluate as measure
 
-    model, place = _model(checkpoint), device_for(device)
-    images = _images(model, data, "test", limit)
-    images.transform = _preprocess(model).eval_transform()
+    model, place = load_network(checkpoint), device_for(device)
+    images = images_for(model, data, "test", limit)
+    images.transform = preprocess_for(model).eval_transform()
     ask = partial(model, exit=exit, **setting)
     with progress_bar() as bar:
         task = bar.add_task("evaluating", total=len(images))
@@ -60,7 +60,7 @@ def bench(name: str, batches: Sequence[int], dtype: str, seconds: float, device:
     if dtype not in DTYPES:
         raise unknown("dtype of an AdaPerceiver", dtype, DTYPES)
     untrained = is_preset(name)
-    model = AdaPerceiver.preset(name.removeprefix(PRESET)) if untrained else _model(name, dense=True)
+    model = AdaPerceiver.preset(name.removeprefix(PRESET)) if untrained else load_network(name, dense=True)
     place, tokens, depth, width = device_for(device), model.tokens[-1], model.depth, model.width
     fewer, shallower = max(1, tokens // 2), max(1, depth // 2)
     settings = [(tokens, depth, width), (fewer, depth, width), (tokens, shallower, width)]
@@ -80,20 +80,20 @@ def bench(name: str, batches: Sequence[int], dtype: str, seconds: float, device:
 
 def view(checkpoint: str, paths: Sequence[Path], out: Path, device: str | None) -> None:
     """For each image, how sure the network is of its answer at every depth and number of tokens."""
+    from ..drawing import file_stems
     from ..images import load_image
-    from ..view import _stems
     from .figures import certainty
 
     if out.is_file():
         raise DwindleError(f"{out} is a file; --out is a folder for the figures.")
-    model, place = _model(checkpoint), device_for(device)
-    prepare, names = _preprocess(model), model.extra.get("classes")
+    model, place = load_network(checkpoint), device_for(device)
+    prepare, names = preprocess_for(model), model.extra.get("classes")
     model.eval().to(place)
     photos = [load_image(path) for path in paths]
     out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     figures = []
-    for path, photo, stem in zip(paths, photos, _stems([path.stem for path in paths])):
+    for path, photo, stem in zip(paths, photos, file_stems([path.stem for path in paths])):
         chances = model.every(prepare.eval_transform()(photo)[None].to(place))[:, :, 0].softmax(-1)  # (L, G, classes)
         confidence, best = (value.item() for value in chances[-1, -1].max(-1))
         label = names[best] if names else best

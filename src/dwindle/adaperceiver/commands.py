@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
 
 
-def _model(checkpoint: str, dense: bool = False) -> Any:
+def load_network(checkpoint: str, dense: bool = False) -> Any:
     """dense: one that answers for each patch will do as well."""
     from ..checkpoint import load
     from .model import AdaPerceiver
@@ -36,7 +36,7 @@ def _check(**least: tuple[float | None, float]) -> None:
             raise DwindleError(f"--{name} {given}: it must be at least {low}.")
 
 
-def _preprocess(model: Any) -> Any:
+def preprocess_for(model: Any) -> Any:
     from ..images import Preprocess
 
     saved = model.extra.get("preprocess")
@@ -49,7 +49,7 @@ def _components(model: Any, checkpoint: str, data: str, out: Path, count: int, p
     from .figures import components
 
     images = limit(open_data(data, "test"), count)
-    prepare = _preprocess(model).eval_transform()
+    prepare = preprocess_for(model).eval_transform()
     model.eval().to(place)
     out.mkdir(parents=True, exist_ok=True)
     made = []
@@ -59,7 +59,7 @@ def _components(model: Any, checkpoint: str, data: str, out: Path, count: int, p
     finish({"checkpoint": checkpoint, "images": len(images), "figures": [str(path) for path in made]})
 
 
-def _images(model: Any, data: str, split: str, limit: int | None) -> Any:
+def images_for(model: Any, data: str, split: str, limit: int | None) -> Any:
     """The first so many of a split, with labels the network knows."""
     from ..train.data import check_labels, open_data
     from ..train.data import limit as first
@@ -74,7 +74,7 @@ def _served(model: Any, data: str, split: str, device: str, limit: int | None) -
     """Images ready on the device: a function (batch, epoch or None) -> batches, in order where there is no epoch."""
     from ..train.batches import Resident, loader
 
-    images, wanted = _images(model, data, split, limit), _preprocess(model)
+    images, wanted = images_for(model, data, split, limit), preprocess_for(model)
     resident = Resident(images, wanted.size, device) if len(images) <= 100_000 else None
 
     def serve(batch: int, epoch: int | None = None) -> Any:
@@ -112,7 +112,7 @@ def grid(
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     _check(batch=(batch, 1), limit=(limit, 1), seconds=(seconds, 0))
-    model, place = _model(checkpoint, dense=True), device_for(device)
+    model, place = load_network(checkpoint, dense=True), device_for(device)
     more = numbers("--between", between, int) if between else []
     model.check_tokens(more)
     if model.outputs == "dense":
@@ -173,7 +173,7 @@ def policies(
     from .grid import grid as look
 
     _check(batch=(batch, 1), limit=(limit, 1), epochs=(epochs, 0))
-    model, place = _model(checkpoint), device_for(device)
+    model, place = load_network(checkpoint), device_for(device)
     taus, lambdas = numbers("--thresholds", thresholds, float), numbers("--prices", prices, float)
     if max(taus) > 1:
         raise DwindleError(f"--thresholds {thresholds}: they are confidences, in (0, 1].")

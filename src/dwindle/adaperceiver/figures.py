@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..drawing import canvas, save_figure, tidy
 from ..errors import DwindleError
-from ..view import _figure, _tidy, save_figure
 from .model import AdaPerceiver
 
 
@@ -20,7 +20,7 @@ def tradeoffs(rows: Sequence[dict[str, Any]], path: Path, by: str = "gmacs", whe
 
     where: on what machine, in what dtype and batch the latency was measured.
     """
-    figure = _figure(8.5, 5.5, "Tokens, depths and widths of one network")
+    figure = canvas(8.5, 5.5, "Tokens, depths and widths of one network")
     axis = figure.add_subplot()
     widths, counts = sorted({r["width"] for r in rows}), sorted({r["tokens"] for r in rows})
     for i, tokens in enumerate(counts):
@@ -42,7 +42,7 @@ def tradeoffs(rows: Sequence[dict[str, Any]], path: Path, by: str = "gmacs", whe
     thin = "" if len(widths) == 1 else f"; thin lines: widths {', '.join(map(str, widths[:-1]))}"
     depths = sorted({r["depth"] for r in rows})
     listed = depths if len(depths) <= 5 else [depths[0], "...", depths[-1]]
-    _tidy(axis, f"points: depths {', '.join(map(str, listed))}{thin}")
+    tidy(axis, f"points: depths {', '.join(map(str, listed))}{thin}")
     axis.legend(fontsize=9, loc="lower right", frameon=False)
     return save_figure(figure, path)
 
@@ -55,7 +55,7 @@ def interpolation(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     def kind(row: dict[str, Any]) -> str:
         return "trained" if row["trained"] else "between" if trained[0] < row["tokens"] < trained[-1] else "beyond"
 
-    figure = _figure(7.5, 4.5, "Token counts the network was not trained with")
+    figure = canvas(7.5, 4.5, "Token counts the network was not trained with")
     axis = figure.add_subplot()
     axis.plot([r["gmacs"] for r in rows], [r["top1"] for r in rows], color="0.8", zorder=1)
     for name, (marker, colour) in kinds.items():
@@ -65,7 +65,7 @@ def interpolation(rows: Sequence[dict[str, Any]], path: Path) -> Path:
         at = row["gmacs"], row["top1"]
         axis.annotate(str(row["tokens"]), at, (0, 7), textcoords="offset points", ha="center", fontsize=8)
     axis.set(xlabel="GMACs per image", ylabel="top-1 (%)")
-    _tidy(axis, "labels: tokens; full depth and width")
+    tidy(axis, "labels: tokens; full depth and width")
     axis.legend(fontsize=9, loc="lower right", frameon=False)
     return save_figure(figure, path)
 
@@ -82,7 +82,7 @@ def principal(features: Tensor, grid: tuple[int, int], basis: Tensor | None = No
 
 def certainty(model: AdaPerceiver, picture: Any, sure: Tensor, path: Path, title: str) -> Path:
     """An image, and the chance its answer has at each depth and number of tokens: sure (L, G)."""
-    figure = _figure(8.5, 4.2, title)
+    figure = canvas(8.5, 4.2, title)
     photo, axis = figure.subplots(1, 2, width_ratios=(1, 1.25))
     photo.imshow(picture)
     photo.set_axis_off()
@@ -114,7 +114,7 @@ def components(model: AdaPerceiver, image: Tensor, path: Path) -> Path:
     ]
     _, basis = principal(model(image).features[0], cells)
     most = max(len(settings) for _, settings in lines)
-    figure = _figure(1.7 * (most + 1), 6.0, "First three principal components of the patch features")
+    figure = canvas(1.7 * (most + 1), 6.0, "First three principal components of the patch features")
     axes = figure.subplots(3, most + 1, squeeze=False)
     for axis in axes.ravel():
         axis.set_axis_off()

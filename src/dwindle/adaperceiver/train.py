@@ -25,10 +25,10 @@ from ..images import Preprocess
 from ..train.batches import Resident, mix, seeded
 from ..train.data import Images, check_labels, open_data
 from ..train.data import limit as first
-from ..train.loop import Run, _seed, whole_if_small
+from ..train.loop import Run, seed_everything, whole_if_small
 from ..train.record import Recorded, record
 from ..train.state import claim_folder
-from ..train.step import WORTH_COMPILING, _mixup
+from ..train.step import WORTH_COMPILING, make_mixup
 from .grid import grid
 from .model import AdaPerceiver, Answers
 from .recipe import AdaRecipe
@@ -71,7 +71,7 @@ class AdaRun(Run):
             raise DwindleError(f"AdaPerceiver trains in one process, not {ranks.started()}; start it without torchrun.")
         claim_folder(self.out, resume)
         self._open(limit, train_images, eval_images)
-        _seed(recipe.seed)
+        seed_everything(recipe.seed)
         self.teacher = Teacher(recipe.teacher, self.device, amp=recipe.amp) if recipe.teacher is not None else None
         self.model = self._build()
         self.model.attention = recipe.attention
@@ -104,7 +104,7 @@ class AdaRun(Run):
             if self.teacher is not None:
                 self.teacher.compiled = True
         self.learn: Any = SimpleNamespace(bare=SimpleNamespace(compiled=compiled))
-        self.mixup = _mixup(recipe, self.model.classes)
+        self.mixup = make_mixup(recipe, self.model.classes)
         self.epoch, self.step, self.noted, self.seconds_per_epoch = 0, 0, 0, 0.0
         self.history = []
         if resume:

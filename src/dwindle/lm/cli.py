@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from ..checkpoint import LANGUAGE, family_of, find, read_config
+from ..drawing import file_stems, save_figure
 from ..errors import DwindleError
 from ..methods.base import require
 from ..terminal import aside, claimed, console, device_for, finish, plain, progress_bar, resumes, show_table
-from ..view import _stems, save_figure
 from .compare import LMCompare, LMComparison, markdown, summarised
 from .execute import AdaptiveLM
 from .figures import figures
@@ -192,7 +192,7 @@ def view(
     _only_for_images(threshold=threshold)
     model, vocabulary = _opened(checkpoint, tau)
     pages = []
-    names = _stems([path.stem for path in files or []])
+    names = file_stems([path.stem for path in files or []])
     for i, path in enumerate(files or [None]):  # type: ignore[list-item]
         if path is None:
             name = model.extra["data"]["train"]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compare import _machine, _read, _slug
+from ..compare import machine, read_result, slug
 from ..errors import DwindleError, unknown
 from ..files import write_text
 from ..train.state import STATE
@@ -91,7 +91,7 @@ class LMCompare:
                 yield from self._result(self._tsa(penalty), seed, "TSA", options, self._look_at_tsa)
             for penalty in self.comparison.penalties:
                 path = self._path(self._tsa(penalty), seed)
-                if path.exists() and (goal := _read(path))["tlops_saved"] >= LEAST:
+                if path.exists() and (goal := read_result(path))["tlops_saved"] >= LEAST:
                     yield from self._matched(self._tsa(penalty), goal, seed)
 
     def _matched(self, tsa: str, goal: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
@@ -124,7 +124,7 @@ class LMCompare:
         return self.text.train[: len(self.text.val)]
 
     def _path(self, name: str, seed: int) -> Path:
-        return self.folder / f"{_slug(name)}-s{seed}.json"
+        return self.folder / f"{slug(name)}-s{seed}.json"
 
     def _result(
         self,
@@ -141,22 +141,22 @@ class LMCompare:
         given = dataclasses.asdict(recipe) | {"data": Path(recipe.data).name, "windows": self.comparison.windows}
         conditions = json.loads(json.dumps({k: v for k, v in given.items() if k not in INCIDENTAL}))
         if path.exists():
-            old = _read(path)["conditions"]
+            old = read_result(path)["conditions"]
             differing = ", ".join(f"{k}={old.get(k)} (now {v})" for k, v in conditions.items() if old.get(k) != v)
             if differing:
                 raise DwindleError(f"{path} was made with {differing}; choose another --results, or delete it.")
         elif name not in self.only or (self.end is not None and time.monotonic() > self.end):
             return
         else:
-            model, trained = self._trained(recipe, self.out / (folder or f"{_slug(name)}-s{seed}"), name)
+            model, trained = self._trained(recipe, self.out / (folder or f"{slug(name)}-s{seed}"), name)
             found = (look or self._measure)(model)
             if router == "TSA" and seed == self.comparison.seeds[0]:  # other seeds' rows take as long
                 found["timing"] = self._timed(model)
             result = {"comparison": self.name, "name": name, "seed": seed, "router": router}
             result |= {"options": model.method.config, **found, **trained, "conditions": conditions}
-            result["machine"] = _machine(next(model.parameters()).device)
+            result["machine"] = machine(next(model.parameters()).device)
             write_text(path, json.dumps(result, indent=1) + "\n")
-        yield _read(path)
+        yield read_result(path)
 
     def _trained(self, recipe: LMRecipe, folder: Path, name: str) -> tuple[AdaptiveLM, dict[str, Any]]:
         run = LMRun(recipe, folder, device=self.device, resume=(folder / STATE).exists(), text=self.text)

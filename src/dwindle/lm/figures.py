@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from ..view import _figure, _tidy
+from ..drawing import canvas, tidy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,7 +53,7 @@ def _means(group: Results, key: str) -> list[float]:
 
 def tradeoff(results: Results, title: str) -> Figure:
     """Loss against operations saved: a point where routers were matched, a curve for TSA at every tau."""
-    figure = _figure(8, 5, title)
+    figure = canvas(8, 5, title)
     axis = figure.add_subplot()
     groups = _groups(results)
     for kind, (colour, marker) in KINDS.items():
@@ -84,14 +84,14 @@ def tradeoff(results: Results, title: str) -> Figure:
         xlabel="TLOps saved (%)", ylabel="validation loss (nats)", ylim=(low, high), xlim=(-2, max(1.25 * right, 10))
     )
     seeds = max(len(group) for group in groups.values()) if groups else 0
-    _tidy(axis, f"mean over {seeds} seeds; bars: standard deviation" if seeds > 1 else "one seed")
+    tidy(axis, f"mean over {seeds} seeds; bars: standard deviation" if seeds > 1 else "one seed")
     axis.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
 def hard_against_soft(results: Results, allowed: float, title: str) -> Figure:
     """What skipping at tau costs, in percent of the soft loss, and what it saves; rings: the tau compared."""
-    figure = _figure(10, 4.2, title)
+    figure = canvas(10, 4.2, title)
     cost, saved = figure.subplots(1, 2)
     highest = 200 * allowed
     for i, (name, group) in enumerate(_swept(results).items()):
@@ -112,8 +112,8 @@ def hard_against_soft(results: Results, allowed: float, title: str) -> Figure:
         axis.set(xlabel="tau", xscale="log")
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter("")
-    _tidy(cost, f"what hard costs; dotted: {100 * allowed:g}%")
-    _tidy(saved, "what hard saves; rings: the tau compared, each seed")
+    tidy(cost, f"what hard costs; dotted: {100 * allowed:g}%")
+    tidy(saved, "what hard saves; rings: the tau compared, each seed")
     cost.legend(fontsize=9, frameon=False)
     return figure
 
@@ -121,7 +121,7 @@ def hard_against_soft(results: Results, allowed: float, title: str) -> Figure:
 def controls(results: Results, title: str) -> Figure:
     """TSA at its tau and robbed of its choice, in percent of its soft loss; dots: seeds."""
     swept = _swept(results)
-    figure = _figure(9, 1.6 + 0.45 * len(ROBBED) * len(swept), title)
+    figure = canvas(9, 1.6 + 0.45 * len(ROBBED) * len(swept), title)
     axes = figure.subplots(len(swept), 1, squeeze=False, sharex=True)[:, 0]
     for axis, (name, group) in zip(axes, swept.items()):
         for at, kind in enumerate(ROBBED):
@@ -134,7 +134,7 @@ def controls(results: Results, title: str) -> Figure:
             )
         axis.set(yticks=range(len(ROBBED)), yticklabels=list(ROBBED.values()))
         axis.invert_yaxis()
-        _tidy(axis, f"{name}, {100 * mean(r['tlops_saved'] for r in group):.0f}% of TLOps saved", "x")
+        tidy(axis, f"{name}, {100 * mean(r['tlops_saved'] for r in group):.0f}% of TLOps saved", "x")
         axis.margins(x=0.08)
     axes[-1].set(xlabel="loss above soft (%)")
     return figure

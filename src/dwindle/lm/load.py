@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import CONFIG, LANGUAGE, WEIGHTS, _fill, _options, _read_weights, find, read_config
+from ..checkpoint import CONFIG, LANGUAGE, WEIGHTS, as_options, fill, find, read_config, read_weights
 from ..errors import DwindleError, unknown
 from .execute import AdaptiveLM, adapt_lm
 from .model import CharLM, LMSize
@@ -26,20 +26,20 @@ def load_lm(source: Any, *, lm: Any = None) -> AdaptiveLM:
         raise DwindleError(f"{folder} holds a {backbone['family']} model, which is no language model.")
     if method["name"] not in Router.registry:
         raise unknown("router", method["name"], Router.registry, hint=f"{folder / CONFIG} was saved with it")
-    weights = _read_weights(folder / WEIGHTS)
+    weights = read_weights(folder / WEIGHTS)
     if lm is None:
         if config["saved"] == "method":
             raise DwindleError(f"{folder} does not hold its language model; pass the model it belongs to as lm=...")
         lm = _rebuild(backbone, folder)
     try:
-        model = adapt_lm(lm, Router.registry[method["name"]](**_options(method["options"])))
+        model = adapt_lm(lm, Router.registry[method["name"]](**as_options(method["options"])))
     except TypeError as error:
         raise DwindleError(
             f"{folder / CONFIG} has settings this version's {method['name']} does not know: {error}."
         ) from error
     for prefix, module in (("method.", model.method), ("lm.", model.lm)):
         if prefix == "method." or config["saved"] == "all":
-            _fill(module, {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}, folder)
+            fill(module, {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}, folder)
     model.extra = config.get("extra", {})
     return model.eval()
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..charts import SHELL, STYLE, table
+from ..drawing import depth_colours
 from ..errors import DwindleError
 from ..files import write_text
-from ..view import _scale
 from .execute import AdaptiveLM
 from .load import vocabulary_of
 
@@ -77,7 +77,7 @@ def page(model: AdaptiveLM, ids: Tensor, out: str | os.PathLike, title: str, dev
 def _shades(blocks: int) -> list[str]:
     """CSS for every depth from 0: the depths' colours in all figures, under ink that can be read on them."""
     styles = []
-    for red, green, blue, _ in _scale(blocks).to_rgba(np.arange(blocks + 1)):
+    for red, green, blue, _ in depth_colours(blocks).to_rgba(np.arange(blocks + 1)):
         ink = "#000" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.45 else "#fff"
         styles.append(f"background:rgb({red * 255:.0f} {green * 255:.0f} {blue * 255:.0f});color:{ink}")
     return styles

@@ -34,7 +34,7 @@ FORMS = "expected class folders (folder/class_a/*.jpg, or folder/train/class_a/*
 Source = Callable[[int], Image.Image]  # decodes row i; worker processes can copy it
 
 
-def _from_file(folder: Path, paths: np.ndarray, i: int) -> Image.Image:
+def from_file(folder: Path, paths: np.ndarray, i: int) -> Image.Image:
     return load_image(folder / os.fsdecode(paths[i]))
 
 
@@ -52,7 +52,7 @@ def _from_cell(cell: dict | None, what: str) -> Image.Image:
     return load_image(cell["bytes"] or cell["path"], what)
 
 
-class _Parquet:
+class Parquet:
     """Rows of parquet shards, held by row group in at most `memory` bytes: the group longest unused goes first."""
 
     def __init__(self, files: list[Path], column: str, memory: int = MEMORY):
@@ -155,22 +155,22 @@ class Images(Dataset):
     @property
     def streams(self) -> bool:
         """Whether the images are too many to hold at once, so that the order they are read in matters."""
-        return isinstance(self.source, _Parquet) and not self.source.fits(self.rows)
+        return isinstance(self.source, Parquet) and not self.source.fits(self.rows)
 
     def warm(self) -> None:
         """Read what threads and forked workers can then share."""
-        if isinstance(self.source, _Parquet) and not self.streams:
+        if isinstance(self.source, Parquet) and not self.streams:
             self.source.warm(self.rows)
 
     def share_memory(self, workers: int) -> None:
         """In a worker: hold a worker's part of the memory, yet never less than what is shuffled together."""
-        if isinstance(self.source, _Parquet) and self.streams:
+        if isinstance(self.source, Parquet) and self.streams:
             self.source.room = max(self.source.memory // workers, self.source.window)
 
     def shuffled(self, generator: torch.Generator) -> np.ndarray:
         """Every index once, in random order; where images stream, window after window of row groups."""
         order = torch.randperm(len(self), generator=generator).numpy()
-        if isinstance(self.source, _Parquet) and self.streams:
+        if isinstance(self.source, Parquet) and self.streams:
             order = order[np.argsort(self.source.windows(self.rows, generator)[order], kind="stable")]
         return order
 
@@ -300,7 +300,7 @@ def _open_classes(folder: Path, split: str, name: str) -> Images:
     if not paths:
         raise DwindleError(f"'{part}' holds no images in class folders; {FORMS}")
     names = np.array([os.fsencode(p) for p in paths])  # one buffer: workers would come to copy a list of str
-    return Images(name, partial(_from_file, part, names), np.array(labels), classes)
+    return Images(name, partial(from_file, part, names), np.array(labels), classes)
 
 
 @contextmanager
@@ -350,7 +350,7 @@ def _open_parquet(shards: list[Path], split: str, name: str, memory: int) -> Ima
         if column.null_count:
             raise DwindleError(f"Column '{label}' of '{path}' has rows without a label; fill or remove them.")
         parts.append(column.to_numpy())
-    source = _Parquet(files, image, memory)
+    source = Parquet(files, image, memory)
     return Images(name, source, np.concatenate(parts), classes or _classes_beside(files[0].parent))
 
 

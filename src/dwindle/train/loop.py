@@ -72,7 +72,7 @@ class Run:
         self.eval_images = eval_images or open_data(eval_data or data, "test")
         if limit is not None:
             self.train_images, self.eval_images = first(self.train_images, limit), first(self.eval_images, limit)
-        _seed(recipe.seed)
+        seed_everything(recipe.seed)
         vit = build_vit(recipe, self.train_images.num_classes)
         self.preprocess = whole_if_small(Preprocess.of(vit), self.train_images)
         for images in (self.train_images, self.eval_images):
@@ -369,7 +369,7 @@ def whole_if_small(wanted: Preprocess, images: Images) -> Preprocess:
     return dataclasses.replace(wanted, crop_pct=1.0 if small else CROP_PCT)
 
 
-def _seed(seed: int) -> None:
+def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -69,7 +69,7 @@ class Step:
         self.begun = False
         self.recorded: Recorded | None = None
         self.alone = [p for p in model.parameters() if not p.dim()] if recipe.parallel == "fsdp" else []
-        self.mixup = _mixup(recipe, model.backbone.shape.classes)
+        self.mixup = make_mixup(recipe, model.backbone.shape.classes)
 
     def compile(self) -> None:
         self.bare.compiled = True
@@ -182,7 +182,7 @@ def _clip(parameters: list[nn.Parameter], limit: float) -> None:
         nn.utils.clip_grads_with_norm_(group, limit, norm)
 
 
-def _mixup(recipe: Recipe, classes: int) -> Any:
+def make_mixup(recipe: Recipe, classes: int) -> Any:
     if not (recipe.mixup or recipe.cutmix):
         return None
     from timm.data import Mixup
