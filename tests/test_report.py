@@ -13,6 +13,7 @@ from PIL import Image
 import dwindle
 from conftest import METHODS, build
 from dwindle import charts, drawing, report
+from dwindle.bench import some_photos
 from dwindle.charts import read_metrics, spread_settings
 from dwindle.gauge import Stream, measure, measure_static, turn_dial
 from dwindle.images import preprocess_of
@@ -96,6 +97,13 @@ def test_static_is_the_model_with_nothing_halted(data):
     base = measure_static(model, "itself", stream(data))
     np.testing.assert_array_equal(base.top1, whole(off, images).logits.argmax(-1).numpy() == images.labels)
     assert base.gmacs == model.static_macs() / 1e9
+
+
+def test_photos_to_bench_are_drawn_with_one_seed(data):
+    model, images = build("vit", METHODS["AHT"]()), open_data(data, "test")
+    photos, transform = some_photos(model, data, 4), preprocess_of(model).eval_transform()
+    drawn = np.random.default_rng(0).permutation(30)[:4]
+    assert torch.equal(photos, torch.stack([transform(images.image(i)) for i in drawn]))
 
 
 def test_score_boxes_are_quartiles_of_the_images():

@@ -102,12 +102,10 @@ def milliseconds(calls: Sequence[Callable[[], Any]], seconds: float, device: tor
 
 
 def some_photos(model: AdaptiveViT, data: str, count: int) -> Tensor:
-    """Up to `count` evaluation images as the model takes them."""
-    from .images import preprocess_of
-    from .train.data import limit, open_data
+    """Up to `count` evaluation images, of every kind there is, as the model takes them."""
+    from .train.evaluate import evaluation_images
 
-    images = limit(open_data(data, "test"), min(count, 256), seed=0)
-    images.transform = preprocess_of(model).eval_transform()
+    images = evaluation_images(model, data, min(count, 256), seed=0, labelled=False)
     return torch.stack([images[i][0] for i in range(len(images))])
 
 
