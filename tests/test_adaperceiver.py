@@ -192,7 +192,7 @@ def test_images_with_nan():
     with pytest.raises(dwindle.DwindleError, match="images hold NaN"):
         model(x)
     model.head.weight.data.fill_(torch.inf)
-    with pytest.raises(dwindle.DwindleError, match="network gives NaN"):
+    with pytest.raises(dwindle.DwindleError, match="model gives NaN"):
         model(images())
 
 

@@ -97,7 +97,7 @@ def budget_share(budget: float | str, shape: Shape) -> float:
             share = float(budget.upper().removesuffix("GMACS").removesuffix("G")) * 1e9 / static_macs(shape)
         else:
             share = float(budget)
-    except ValueError:
+    except (TypeError, ValueError):
         share = float("nan")
     if not 0 < share <= 1:
         raise DwindleError(

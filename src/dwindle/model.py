@@ -264,15 +264,22 @@ class AdaptiveViT(nn.Module):
         check_dtype(images, next(self.vit.parameters()).dtype)
 
     def check_logits(self, logits: Tensor, images: Tensor) -> None:
-        """NaN in an image reaches its logits, where looking for it is cheap."""
         if not self.checks or torch.compiler.is_compiling() or (self.training and logits.is_cuda):
             return  # on a GPU in training this look would cost a synchronisation; there the loss says it
-        if logits.isfinite().all():
-            return
-        if not images.isfinite().all():
-            raise DwindleError("The images hold NaN or infinite values; check how they were loaded and normalised.")
-        if not self.training:  # a run that diverges hears it from its loss
-            raise DwindleError("The model gives NaN or infinite logits on these images; its weights are damaged.")
+        check_finite(logits, images, self.training)
+
+
+def check_finite(logits: Tensor, images: Tensor, training: bool = False) -> None:
+    """NaN in an image reaches its logits, where looking for it is cheap."""
+    if logits.isfinite().all():
+        return
+    if not images.isfinite().all():
+        raise DwindleError("The images hold NaN or infinite values; check how they were loaded and normalised.")
+    if not training:  # a run that diverges hears it from its loss
+        raise DwindleError(
+            "The model gives NaN or infinite logits on these images: its weights are damaged; load them anew, or from "
+            "another copy."
+        )
 
 
 def check_dtype(images: Tensor, weights: torch.dtype) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import DwindleError, unknown
-from ..model import Output
+from ..model import Output, check_finite
 from ..ops.patches import embed_patches
 from ..trace import Trace
 from .blocks import Attend, Block, MatFFN, Read, Turn, Write, any_batch, attention, fastest, numbers, steps, turns
@@ -194,10 +194,8 @@ class AdaPerceiver(nn.Module):
                 (t,), (d,), (w,) = settings(self, tokens, depth, width, 1)
                 return self.recorder(images, t, d, w)
         out = self.run(images, tokens, depth, width, exit)
-        looked = self.checks and not (self.training or images.is_cuda or torch.compiler.is_compiling())
-        if looked and not out.logits.isfinite().all():
-            what = "network gives" if images.isfinite().all() else "images hold"
-            raise DwindleError(f"The {what} NaN or infinite values; check how weights and images were loaded.")
+        if self.checks and not (self.training or images.is_cuda or torch.compiler.is_compiling()):
+            check_finite(out.logits, images)
         return out
 
     @property

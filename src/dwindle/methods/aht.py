@@ -160,12 +160,6 @@ class AHT(Method):
         require(
             threshold > 0, f"threshold = {threshold}", "a token halts when its scores reach it, so it must be above 0"
         )
-        share = not isinstance(budget, str) and budget is not None
-        require(
-            not share or 0 < float(budget) <= 1,  # type: ignore[arg-type]
-            f"budget = {budget}",
-            "it is a share of the static cost, in (0, 1], or GMACs such as '3.1G'",
-        )
         require(sigma > 0, f"sigma = {sigma}", "a width must be above 0")
         require(softness > 0, f"softness = {softness}", "a width must be above 0")
         require(0 <= ramp <= 1, f"ramp = {ramp}", "it is a share of the training, between 0 and 1")
