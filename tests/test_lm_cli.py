@@ -96,7 +96,7 @@ def test_bench(places, monkeypatch):
 def test_compare(places, tmp_path, monkeypatch):
     monkeypatch.setattr("dwindle.lm.compare.compilable", lambda device: False)
     line = "compare tsa_tiny_compare --out {out}/runs --results {out}/results --device cpu --set steps=10"
-    folder = tmp_path / "results" / "tsa_tiny"
+    folder = tmp_path / "results" / "tsa_tiny_compare"
     nothing = run(line + " --until 0", out=tmp_path).json
     assert nothing["results"] == [] and not list(folder.glob("*.json"))
     done = run(line, out=tmp_path)

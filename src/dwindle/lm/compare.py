@@ -68,7 +68,7 @@ class LMCompare:
     ) -> None:
         """only: names of results. until: seconds after which no further training is begun."""
         self.name, self.comparison, self.device, self.tick = name, comparison, device, tick
-        self.out, self.folder = Path(out), Path(results) / name.removesuffix("_compare")
+        self.out, self.folder = Path(out), Path(results) / name
         self.end = None if until is None else time.monotonic() + until
         known = [STATIC, *(self._tsa(p) for p in comparison.penalties)]
         known += [f"{kind} as {self._tsa(p)}" for p in comparison.penalties for kind in ("early exit", "MoD", "random")]
