@@ -301,6 +301,26 @@ def test_the_command_line_speaks_once(data, tmp_path):
     assert (said / "out1").read_text() == ""
 
 
+@pytest.mark.parametrize("kind", ["language", "language, one window", "AdaPerceiver"])
+def test_every_kind_of_model_shares_its_evaluation(kind, data, tmp_path):
+    if kind == "AdaPerceiver":
+        model = dwindle.AdaPerceiver.preset("tiny", classes=2).eval()
+        dwindle.save(model, tmp_path / "ada")
+        line = f"eval {tmp_path}/ada --data {data} --device cpu --workers 0 --batch 2 --depth 3".split()
+    else:
+        line = f"eval tsa_shakespeare --device cpu --batch 2 --limit {1 if 'one' in kind else 5}".split()
+    said = {}
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        assert processes(count, _commanded, line, folder) == [0] * count
+        said[count] = json.loads((folder / "out0").read_text().splitlines()[-1])
+        assert count == 1 or (folder / "out1").read_text() == "" == (folder / "err1").read_text()
+    for result in said.values():
+        result.pop("images_per_s", None)
+    assert said[2] == pytest.approx(said[1], abs=2e-6) and said[1].get("images", 7) == 7
+
+
 @contextlib.contextmanager
 def _compiling(backend: str) -> Iterator[None]:
     """Compile with this backend, from nothing, on a model of five blocks."""

@@ -20,6 +20,7 @@ from .terminal import (
     claimed,
     console,
     device_for,
+    evaluated,
     finish,
     needed,
     numbers,
@@ -162,14 +163,11 @@ def evaluate(
     device: Device = None,
 ) -> None:
     """Accuracy, cost and speed of a checkpoint on a data set."""
-    from . import ranks
     from .adaperceiver import cli as perceiver
     from .checkpoint import load_halting
     from .lm import cli as language
     from .methods.base import require
     from .model import LAYOUTS
-    from .train.batches import loader
-    from .train.evaluate import evaluate as measure
     from .train.evaluate import evaluation_images
 
     if layout not in LAYOUTS:
@@ -191,14 +189,8 @@ def evaluate(
     if threshold is not None:
         _turn_threshold(model, threshold)
     images = evaluation_images(model, data, limit)
-    place = ranks.join(device_for(device)) or "cpu"
-    rank, world = ranks.rank(), ranks.world()  # of several processes each takes its share, and one speaks
-    with progress_bar(rank == 0) as bar:
-        task = bar.add_task("evaluating", total=len(images) // world)
-        batches = loader(images, batch, workers=workers, rank=rank, world=world)
-        result = measure(model, batches, layout=layout, device=place, progress=lambda n: bar.advance(task, n))
-    ranks.leave()
-    if rank == 0:
+    result = evaluated(model, images, batch, workers, device, layout=layout)
+    if result is not None:
         show_table(f"{checkpoint} on {data} ({layout})", list(result), [list(result.values())])
         finish(result)
 

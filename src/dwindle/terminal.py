@@ -77,6 +77,24 @@ def device_for(given: str | None) -> str:
     return given
 
 
+def evaluated(
+    model: Any, images: Any, batch: int, workers: int, device: str | None, **how: Any
+) -> dict[str, Any] | None:
+    """`train.evaluate.evaluate` with a bar. Under torchrun each process takes its share; all but one get None."""
+    from . import ranks
+    from .train.batches import loader
+    from .train.evaluate import evaluate
+
+    place = ranks.join(device_for(device)) or "cpu"
+    rank, world = ranks.rank(), ranks.world()
+    with progress_bar(rank == 0) as bar:
+        task = bar.add_task("evaluating", total=len(images) // world)
+        batches = loader(images, batch, workers=workers, rank=rank, world=world)
+        result = evaluate(model, batches, device=place, progress=lambda n: bar.advance(task, n), **how)
+    ranks.leave()
+    return result if rank == 0 else None
+
+
 def needed(given: Any, command: str, name: str) -> Any:
     """Language models bring their own; a vision model must be told."""
     if not given:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..checkpoint import OWN, family_of
 from ..errors import DwindleError, unknown
-from ..terminal import device_for, finish, progress_bar, show_table
+from ..terminal import device_for, evaluated, finish, progress_bar, show_table
 from .commands import images_for, load_network, preprocess_for
 from .model import AdaPerceiver
 
@@ -36,17 +36,12 @@ def evaluate(
     **setting: int | None,
 ) -> None:
     """At one setting (the largest by default), or with images that leave where their confidence reaches `exit`."""
-    from ..train.batches import loader
-    from ..train.evaluate import evaluate as measure
-
-    model, place = load_network(checkpoint), device_for(device)
+    model = load_network(checkpoint)
     images = images_for(model, data, "test", limit)
     images.transform = preprocess_for(model).eval_transform()
-    ask = partial(model, exit=exit, **setting)
-    with progress_bar() as bar:
-        task = bar.add_task("evaluating", total=len(images))
-        batches = loader(images, batch, workers=workers)
-        result = measure(model, batches, ask=ask, device=place, progress=lambda n: bar.advance(task, n))
+    result = evaluated(model, images, batch, workers, device, ask=partial(model, exit=exit, **setting))
+    if result is None:
+        return
     named = {name: value for name, value in (setting | {"exit": exit}).items() if value is not None}
     show_table(f"{checkpoint} on {data} {named or '(largest setting)'}", list(result), [list(result.values())])
     finish(result | named)

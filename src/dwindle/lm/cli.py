@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .. import ranks
 from ..checkpoint import LANGUAGE, family_of, find, read_config
 from ..drawing import file_stems, save_figure
 from ..errors import DwindleError
@@ -126,18 +127,24 @@ def evaluate(
     model, vocabulary = _opened(checkpoint, tau)
     name = data or model.extra["data"]["train"]
     text = open_text(name, vocabulary)
-    with progress_bar() as bar:
-        task = bar.add_task("evaluating", total=limit or (len(text.test) - 1) // model.backbone.shape.context)
+    place = ranks.join(device_for(device)) or "cpu"
+    rank, world = ranks.rank(), ranks.world()  # of several processes each takes its share, and one speaks
+    with progress_bar(rank == 0) as bar:
+        total = limit or (len(text.test) - 1) // model.backbone.shape.context
+        task = bar.add_task("evaluating", total=total // world)
         found = measure(
             model,
             text.test,
             layout=layout,
             batch=batch,
             limit=limit,
-            device=device_for(device),
+            device=place,
             name=name,
             progress=lambda n: bar.advance(task, n),
         )
+    ranks.leave()
+    if rank:
+        return
     result = {key: round(found[key], 6) for key in ("loss", "bpc", "tlops_saved", "macs_saved")}
     result["tau"] = getattr(model.method, "tau", None)
     columns = [*result, "tokens_per_s"]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import ranks
 from ..cost import bisected
 from ..errors import DwindleError
 from .execute import AdaptiveLM, tlops_saved
@@ -32,7 +33,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Over windows of the model's context. `rates` and `means`: share that skips and mean p in every block.
 
-    limit: only so many windows. amp: bf16 autocast, as in training on a GPU.
+    limit: only so many windows. amp: bf16 autocast, as in training on a GPU. Of several processes each takes its share
+    of the windows, and all get the result for all.
     """
     place = torch.device(device)
     model = model.eval().to(place)
@@ -40,7 +42,8 @@ def evaluate(
     sums = torch.zeros(3, dtype=torch.float64, device=place)
     skipped, probability = (torch.zeros(blocks, dtype=torch.float64, device=place) for _ in range(2))
     count, begin = 0, time.perf_counter()
-    for x, y in windows(ids, model.backbone.shape.context, batch, name, limit):
+    context = model.backbone.shape.context
+    for x, y in windows(ids, context, batch, name, limit, ranks.rank(), ranks.world()):
         x, y = x.to(place, non_blocking=True), y.to(place, non_blocking=True)
         with torch.autocast(place.type, torch.bfloat16, enabled=amp):
             out = model(x, layout)
@@ -53,10 +56,13 @@ def evaluate(
         count += len(x)
         if progress:
             progress(len(x))
+    mine = torch.cat([sums, skipped, probability]).cpu()
+    speed = count * context / (time.perf_counter() - begin)
+    totals, counts, speeds = zip(*ranks.gathered((mine, count, speed)))
+    count, (sums, skipped, probability) = sum(counts), sum(totals).split([3, blocks, blocks])
     loss_, tlops, macs = (sums / count).tolist()
     if not math.isfinite(loss_):
         raise DwindleError(f"The loss on {name} is {loss_}: the model's weights are damaged.")
-    seconds = time.perf_counter() - begin
     return {
         "loss": loss_,
         "bpc": loss_ / math.log(2),
@@ -64,7 +70,7 @@ def evaluate(
         "macs_saved": macs,
         "rates": (skipped / count).tolist(),
         "means": (probability / count).tolist(),
-        "tokens_per_s": round(count * model.backbone.shape.context / seconds, 1),
+        "tokens_per_s": round(sum(speeds), 1),
         "windows": count,
     }
 

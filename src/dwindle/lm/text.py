@@ -87,14 +87,18 @@ class Text:
 
 
 def windows(
-    ids: Tensor, context: int, batch: int, name: str, limit: int | None = None
+    ids: Tensor, context: int, batch: int, name: str, limit: int | None = None, rank: int = 0, world: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(B, N) one window after the other, none twice, and what follows; the last incomplete one is left out."""
+    """(B, N) one window after the other, none twice, and what follows; the last incomplete one is left out.
+
+    Of `world` processes each gives its `rank`, and gets its share of the windows.
+    """
     check_long(ids, context, name)
     count = (len(ids) - 1) // context
     count = count if limit is None else min(limit, count)
-    for begin in range(0, count, batch):
-        yield _cut(ids, torch.arange(begin, min(begin + batch, count), device=ids.device) * context, context)
+    for places in torch.arange(count, device=ids.device)[rank::world].split(batch):
+        if len(places):
+            yield _cut(ids, places * context, context)
 
 
 def _cut(ids: Tensor, places_B: Tensor, context: int) -> tuple[Tensor, Tensor]:
