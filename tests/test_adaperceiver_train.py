@@ -114,6 +114,8 @@ def test_frozen_parts(data, tmp_path):
         ("optimizer=sgd", "unknown optimizer"),
         ("attention=ring", "unknown attention"),
         ("distill=token", "no distillation token"),
+        ("layout=packed", "no effect on an AdaPerceiver"),
+        ("accumulate=2", "no effect on an AdaPerceiver"),
         ("distill=features", "needs a teacher"),
         ("method.colour=3", "no such setting"),
         ("method.tokens=3", "of another type"),

@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import DwindleError, unknown
 from ..train.recipe import Recipe
 
+IDLE = ("method", "method_lr", "layout", "accumulate", "parallel")  # settings of `Recipe` that nothing here reads
 OPTIMIZERS, ATTENTIONS = ("adamw", "soap"), ("steps", "mask", "flex")
 
 
@@ -32,6 +33,10 @@ class AdaRecipe(Recipe):
     attention: str | None = None  # 'steps', 'mask' or 'flex'; None: the fastest on this machine
 
     def check(self) -> None:
+        for f in dataclasses.fields(self):
+            given = getattr(self, f.name)
+            if f.name in IDLE and given != f.default:
+                raise DwindleError(f"{f.name} = {given}: it has no effect on an AdaPerceiver; leave it out.")
         dataclasses.replace(_plain(self), distill="soft" if self.distill == "features" else self.distill).check()
         if self.distill == "token":
             raise DwindleError("distill = token: AdaPerceiver has no distillation token; take soft, hard or features.")
