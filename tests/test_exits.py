@@ -283,7 +283,7 @@ def test_training_compiles_without_graph_breaks(name):
         (lambda: PonderNet(prior=1.0), "prior = 1.0"),
         (lambda: PonderNet(threshold=1.5), "threshold = 1.5"),
         (lambda: PonderNet(beta_kl=-0.1), "beta_kl = -0.1"),
-        (lambda: build("vit", PonderNet(neuron=32)), "neuron = 32: the blocks' output has 32"),
+        (lambda: build("vit", PonderNet(neuron=32)), "neuron = 32: the blocks' output has 0..31"),
         (lambda: Confidence(threshold=1.1), "threshold = 1.1"),
         (lambda: Confidence(supervision="uniforn"), "did you mean 'uniform'"),
         (lambda: build("vit", Confidence(min_depth=0)), r"min_depth = 0: this backbone has blocks 1..4"),

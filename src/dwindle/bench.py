@@ -148,7 +148,10 @@ def bench(
     on_gpu = place.type == "cuda"
     if dtype == INT8 or is_int8(model):
         if on_gpu or dtype not in (INT8, "fp32"):
-            raise DwindleError(f"--dtype {dtype} on {place}: an int8 model runs on a CPU, and the rest of it in fp32.")
+            raise DwindleError(
+                f"--dtype {dtype} on {place}: an int8 model runs on a CPU, and the rest of it in fp32; take "
+                "--device cpu --dtype int8."
+            )
         model, dtype = model if is_int8(model) else quantize(model), INT8
     number = DTYPES.get(dtype, torch.float32)
     model = model.eval().to(place, number)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS, FORMAT = "config.json", "model.safetensors", 1
 LANGUAGE = ("charlm", "hf_lm")  # families of language models
 WEIGHT_KINDS = ("float", "int8")
+OTHER_VERSION = "update dwindle, or take another copy"  # of a checkpoint that makes no sense here
 OWN = "adaperceiver"  # the family of networks that are no conversion
 
 
@@ -136,15 +137,17 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
             vit = families[backbone["family"]].rebuild(backbone)
         except (TypeError, RuntimeError, AssertionError) as error:
             described = f"{folder / CONFIG} describes a {backbone['model']}"
-            raise DwindleError(f"{described} that cannot be built ({error}).") from error
+            raise DwindleError(f"{described} that cannot be built ({error}); {OTHER_VERSION}.") from error
     elif (family := backbone_of(vit).family) != backbone["family"]:
-        raise DwindleError(f"{folder} belongs to a {backbone['family']} model, but vit is a {family} model.")
+        raise DwindleError(
+            f"{folder} belongs to a {backbone['family']} model, but vit is a {family} model; pass one it fits."
+        )
 
     try:
         model = adapt(vit, Method.registry[method["name"]](**as_options(method["options"])))
     except TypeError as error:
         raise DwindleError(
-            f"{folder / CONFIG} has settings this version's {method['name']} does not know: {error}."
+            f"{folder / CONFIG} has settings this version's {method['name']} does not know ({error}); {OTHER_VERSION}."
         ) from error
     if config.get("weights", "float") not in WEIGHT_KINDS:
         raise unknown("kind of weights", config["weights"], WEIGHT_KINDS, hint=f"{folder / CONFIG} names it")
@@ -176,7 +179,9 @@ def _own(folder: Path, config: dict[str, Any]) -> Any:
     try:
         model = AdaPerceiver(**as_options(config["backbone"]["options"]))
     except TypeError as error:
-        raise DwindleError(f"{folder / CONFIG} has settings this version does not know: {error}.") from error
+        raise DwindleError(
+            f"{folder / CONFIG} has settings this version does not know ({error}); {OTHER_VERSION}."
+        ) from error
     fill(model, read_weights(folder / WEIGHTS), folder)
     model.extra = config.get("extra", {})
     return model.eval()

@@ -202,7 +202,7 @@ def _turn_threshold(model: Any, threshold: float) -> None:
     given, method = f"--threshold {threshold}", type(model.method).__name__
     require(threshold > 0, given, "a token halts when its scores reach it, so it must be above 0")
     ranges = {name: sorted(ends) for name, *ends in dials(model)}
-    require("threshold" in ranges, given, f"{method} has no threshold to turn")
+    require("threshold" in ranges, given, f"{method} has no threshold to turn, so leave it out")
     low, high = ranges["threshold"]
     sums = (
         high == model.backbone.shape.blocks

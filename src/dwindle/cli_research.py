@@ -152,7 +152,10 @@ def search(
 
     settings = changed(find_recipe(recipe)(), set or [])
     if type(settings) is not Recipe:
-        raise DwindleError(f"{recipe} trains no method on a vision transformer, which is what dwindle search tunes.")
+        raise DwindleError(
+            f"{recipe} trains no method on a vision transformer, which is what dwindle search tunes; give one that "
+            "does, such as aht_cifar100."
+        )
     with progress_bar() as bar:
         task = bar.add_task("trials", total=trials)
         result = look(

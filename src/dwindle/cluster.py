@@ -34,7 +34,7 @@ class Classify:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         if self.column not in batch:
-            raise DwindleError(f"The rows have no column '{self.column}'; theirs are {', '.join(batch)}.")
+            raise DwindleError(f"The rows have no column '{self.column}'; set column to one of {', '.join(batch)}.")
         read = [self._read(value) for value in batch[self.column]]
         images = [image for image, _ in read if image is not None]
         told = classify(self.model, torch.stack(images).to(self.device)) if images else {}

@@ -83,7 +83,7 @@ class Scenes(Images):
             values = np.asarray(image)
         if values.ndim != 2:
             raise DwindleError(
-                f"{self.targets[int(self.rows[i])]} has several channels; a target has one number a pixel."
+                f"{self.targets[int(self.rows[i])]} has several channels, and a target one number a pixel; convert it."
             )
         if self.task == "depth":
             return values.astype(np.float32) / 1000
@@ -97,7 +97,8 @@ class Scenes(Images):
         x = torch.from_numpy(np.asarray(photo).copy()).permute(2, 0, 1).float() / 255
         if x.shape[-2:] != target.shape:
             raise DwindleError(
-                f"{self.targets[int(self.rows[i])]} is not as large as its image; every pixel needs one."
+                f"{self.targets[int(self.rows[i])]} is not as large as its image ({tuple(target.shape)}, not "
+                f"{tuple(x.shape[-2:])}); every pixel needs a target, so resize it without blending."
             )
         y = target[None].double()
         if self.train:
@@ -238,8 +239,10 @@ class Score:
 @torch.no_grad()
 def predict(model: AdaPerceiver, images: Tensor, task: str = "segmentation", **setting: Any) -> Tensor:
     """(B, H, W) classes or metres, at the images' resolution whatever the number of latents."""
-    if model.outputs != "dense" or task not in TASKS:
-        raise DwindleError(f"A {task} map needs a dense network (outputs='dense') and a task of {', '.join(TASKS)}.")
+    if task not in TASKS:
+        raise unknown("task", task, TASKS)
+    if model.outputs != "dense":
+        raise DwindleError("This network answers once for an image; maps need a dense network (outputs='dense').")
     size: Sequence[int] = images.shape[-2:]
     seen = maps(model(images, **setting).logits, model.grid((size[0], size[1])), (size[0], size[1]))
     return seen.argmax(1) if task == "segmentation" else metres(seen[:, 0])

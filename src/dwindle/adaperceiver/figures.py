@@ -104,7 +104,9 @@ def components(model: AdaPerceiver, image: Tensor, path: Path) -> Path:
         raise DwindleError("Principal components are of patch features; give a dense network (outputs='dense').")
     cells = model.grid((image.shape[-2], image.shape[-1]))
     if min(cells) < 2:
-        raise DwindleError(f"An image of {cells[0]} x {cells[1]} patches is too small to show components of.")
+        raise DwindleError(
+            f"An image of {cells[0]} x {cells[1]} patches is too small to show components of; give at least 2 x 2."
+        )
     tokens = (*model.tokens, 2 * model.tokens[-1])
     depths = sorted({max(1, round(model.depth * share / 6)) for share in range(1, 7)})
     lines: list[tuple[str, list[dict[str, int]]]] = [

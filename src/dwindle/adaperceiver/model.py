@@ -366,7 +366,9 @@ class AdaPerceiver(nn.Module):
         return torch.stack(found)
 
     def unwrap(self) -> nn.Module:
-        raise DwindleError("an AdaPerceiver is a network of its own, with no transformer in it to unwrap.")
+        raise DwindleError(
+            "An AdaPerceiver is a network of its own, with no transformer in it to unwrap; use it as it is."
+        )
 
     def macs(self, trace: Trace) -> Tensor:
         """(B,) multiply-accumulates of each image, read-outs counted."""

@@ -218,7 +218,9 @@ def table_6(
     share; `best_fixed_top1`, the best of all fixed settings (tokens, depth, width) that cost no more.
     """
     if model.outputs != "class":
-        raise DwindleError("Policies choose by the answer to a whole image; this network is dense.")
+        raise DwindleError(
+            "Policies choose by the answer to a whole image, and this network is dense; give one that classifies."
+        )
     plain = fixed(model, found)
     rows = list(plain)
     count = found.correct.shape[-1]

@@ -63,7 +63,9 @@ def check(model: AdaPerceiver, images: Tensor, exit: float | None) -> None:
     if exit is not None and not 0 < exit <= 1:
         raise DwindleError(f"exit = {exit}: it is the confidence at which an image leaves, in (0, 1].")
     if exit is not None and model.outputs != "class":
-        raise DwindleError("exit asks for the confidence of one answer; a dense network has one per patch.")
+        raise DwindleError(
+            "exit asks for the confidence of one answer; a dense network has one per patch, so leave it out."
+        )
 
 
 def trace_of(

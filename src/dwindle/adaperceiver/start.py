@@ -48,7 +48,9 @@ def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor) -> N
     conv, position = getattr(getattr(vit, "patch_embed", None), "proj", None), getattr(vit, "pos_embed", None)
     plain = all(p is not None and len(p.qkv) == 1 and p.q_norm is None and p.act == "gelu" for p in parts)
     if not plain or not isinstance(conv, nn.Conv2d) or position is None:
-        raise DwindleError(f"weights = {source} is no plain timm ViT (patch_embed, pos_embed, GELU) to begin from.")
+        raise DwindleError(
+            f"weights = {source} is no plain timm ViT (patch_embed, pos_embed, GELU) to begin from; give one, or none."
+        )
     for name, own, theirs in (
         ("width", model.width, shape.width),
         ("heads", model.heads, shape.heads),

@@ -86,7 +86,8 @@ class AdaRun(Run):
         if recipe.mixup or recipe.cutmix:
             self.batch -= self.batch % 2
         if not self.batch:
-            raise DwindleError(f"{len(self.train_images)} training images are too few to train on.")
+            least = 2 if recipe.mixup or recipe.cutmix else 1
+            raise DwindleError(f"{len(self.train_images)} training images are too few; give at least {least}.")
         self.steps_per_epoch = len(self.train_images) // self.batch
         self.average = self._average()
         self.sharded = False

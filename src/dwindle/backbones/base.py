@@ -298,7 +298,10 @@ class _Core(TorchFunctionMode):
         **_: Any,
     ) -> Tensor:
         if attn_mask is not None or is_causal:
-            raise DwindleError("This model masks its own attention; only plain bidirectional attention can be adapted.")
+            raise DwindleError(
+                "This model masks its own attention, and only plain bidirectional attention can be adapted; give a "
+                "model without a mask."
+            )
         return self.work.tokens.attend(q, k, v, dropout_p=dropout_p, scale=scale)
 
 

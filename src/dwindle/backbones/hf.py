@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import DwindleError
+from ..errors import DwindleError, unknown
 from .base import Backbone, Parts, Shape, activation_name, linear_macs
 
 # class name -> attribute of the tower below the classifier
@@ -177,7 +177,7 @@ def rebuilt(described: dict[str, Any], kinds: Iterable[str]) -> nn.Module:
             f'This checkpoint holds a Hugging Face {described["model"]}; install it with: pip install "dwindle[hf]"'
         ) from error
     if described["model"] not in kinds:
-        raise DwindleError(f"This checkpoint names {described['model']}, which is none of {', '.join(kinds)}.")
+        raise unknown("Hugging Face model", described["model"], kinds, hint="the checkpoint was saved with it")
     kind = getattr(transformers, described["model"])
     options = {name: value for name, value in described["options"].items() if name != "model_type"}
     return kind(kind.config_class(**options))

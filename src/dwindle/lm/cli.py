@@ -47,7 +47,11 @@ def _opened(checkpoint: str, tau: float | None) -> tuple[AdaptiveLM, Vocabulary]
     model = load_lm(checkpoint)
     if tau is not None:
         check_share("--tau", tau)
-        require(hasattr(model.method, "tau"), f"--tau {tau}", f"{type(model.method).__name__} has none to turn")
+        require(
+            hasattr(model.method, "tau"),
+            f"--tau {tau}",
+            f"{type(model.method).__name__} has none to turn, so leave it out",
+        )
         model.method.tau = tau  # type: ignore[assignment]
     return model, vocabulary_of(model)
 

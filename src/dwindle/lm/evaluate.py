@@ -62,7 +62,7 @@ def evaluate(
     count, (sums, skipped, probability) = sum(counts), sum(totals).split([3, blocks, blocks])
     loss_, tlops, macs = (sums / count).tolist()
     if not math.isfinite(loss_):
-        raise DwindleError(f"The loss on {name} is {loss_}: the model's weights are damaged.")
+        raise DwindleError(f"The loss on {name} is {loss_}: the model's weights are damaged; take another copy.")
     return {
         "loss": loss_,
         "bpc": loss_ / math.log(2),
@@ -78,7 +78,7 @@ def evaluate(
 def calibrate(model: AdaptiveLM, ids: Tensor, saved: float, **options: Any) -> float:
     """Turn the router's dial so that this share of token-layer operations is skipped; returns the share reached."""
     if model.method.dial is None:
-        raise DwindleError(f"{type(model.method).__name__} has nothing to turn after training.")
+        raise DwindleError(f"{type(model.method).__name__} has nothing to turn after training; train it to save more.")
     name, cheap, dear = model.method.dial
 
     def cost(value: float) -> float:

@@ -79,8 +79,10 @@ class AdaptiveLM(nn.Module):
         if ids.is_cuda or torch.compiler.is_compiling():
             return  # a look at the numbers would wait for the GPU
         if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-            held = f"Tokens run from {int(ids.min())} to {int(ids.max())}"
-            raise DwindleError(f"{held}, but the model knows {vocabulary} (0 to {vocabulary - 1}).")
+            raise DwindleError(
+                f"Tokens run from {int(ids.min())} to {int(ids.max())}, but the model knows {vocabulary} (0 to "
+                f"{vocabulary - 1}); encode the text as it was for training."
+            )
 
     def forward(
         self, ids: Tensor, layout: str | None = None, cache: Cache | None = None, keep: Tensor | None = None

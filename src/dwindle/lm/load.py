@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import CONFIG, LANGUAGE, WEIGHTS, as_options, fill, find, read_config, read_weights
+from ..checkpoint import CONFIG, LANGUAGE, OTHER_VERSION, WEIGHTS, as_options, fill, find, read_config, read_weights
 from ..errors import DwindleError, unknown
 from .execute import AdaptiveLM, adapt_lm
 from .model import CharLM, LMSize
@@ -23,7 +23,9 @@ def load_lm(source: Any, *, lm: Any = None) -> AdaptiveLM:
     config = read_config(folder)
     backbone, method = config["backbone"], config["method"]
     if not is_language(config):
-        raise DwindleError(f"{folder} holds a {backbone['family']} model, which is no language model.")
+        raise DwindleError(
+            f"{folder} holds a {backbone['family']} model, which is no language model; open it with dwindle.load."
+        )
     if method["name"] not in Router.registry:
         raise unknown("router", method["name"], Router.registry, hint=f"{folder / CONFIG} was saved with it")
     weights = read_weights(folder / WEIGHTS)
@@ -35,7 +37,7 @@ def load_lm(source: Any, *, lm: Any = None) -> AdaptiveLM:
         model = adapt_lm(lm, Router.registry[method["name"]](**as_options(method["options"])))
     except TypeError as error:
         raise DwindleError(
-            f"{folder / CONFIG} has settings this version's {method['name']} does not know: {error}."
+            f"{folder / CONFIG} has settings this version's {method['name']} does not know ({error}); {OTHER_VERSION}."
         ) from error
     for prefix, module in (("method.", model.method), ("lm.", model.lm)):
         if prefix == "method." or config["saved"] == "all":
@@ -52,7 +54,9 @@ def _rebuild(backbone: dict[str, Any], folder: Path) -> Any:
 
         return rebuild(backbone)
     except (TypeError, RuntimeError) as error:
-        raise DwindleError(f"{folder / CONFIG} describes a model that cannot be built ({error}).") from error
+        raise DwindleError(
+            f"{folder / CONFIG} describes a model that cannot be built ({error}); {OTHER_VERSION}."
+        ) from error
 
 
 def vocabulary_of(model: AdaptiveLM) -> Vocabulary:

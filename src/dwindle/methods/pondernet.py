@@ -51,7 +51,9 @@ class PonderNet(Method):
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
-        require(0 <= self.neuron < shape.width, f"neuron = {self.neuron}", f"the blocks' output has {shape.width}")
+        require(
+            0 <= self.neuron < shape.width, f"neuron = {self.neuron}", f"the blocks' output has 0..{shape.width - 1}"
+        )
 
     def start(self, tokens: Tokens) -> Tokens:
         tokens.notes["going"] = torch.ones_like(wide(tokens.x[..., 0]))  # prod_j (1 - lambda_j)

@@ -26,7 +26,9 @@ def build_vit(recipe: Recipe, classes: int) -> Any:
                 recipe.model, pretrained=recipe.weights is not None, num_classes=classes, **options
             )
         except TypeError as error:
-            raise DwindleError(f"{recipe.model} is no plain ViT that can be built with {options} ({error}).") from error
+            raise DwindleError(
+                f"{recipe.model} is no plain ViT that can be built with {options} ({error}); set another model."
+            ) from error
         except (OSError, RuntimeError) as error:
             raise DwindleError(
                 f"Weights for {recipe.model} could not be fetched ({type(error).__name__}); "

@@ -62,7 +62,7 @@ def evaluate(
     model.train(training)
     top1, top5, images, macs, depth, speed = map(sum, zip(*ranks.gathered(sums)))
     if not images:
-        raise DwindleError("There are no images to evaluate; the data set is empty.")
+        raise DwindleError("There are no images to evaluate: the data set is empty; give another.")
     return {
         "top1": round(100 * top1 / images, 3),
         "top5": round(100 * top5 / images, 3),
@@ -121,7 +121,7 @@ def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch:
     method = model.method
     if method.dial is None:
         raise DwindleError(
-            f"{type(method).__name__} has nothing to turn after training; a budget cannot be set for it."
+            f"{type(method).__name__} has nothing to turn after training; for a budget take a method that has."
         )
     _, cheap, dear = method.dial
     goal = budget_share(budget, model.backbone.shape)

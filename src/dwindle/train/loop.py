@@ -82,7 +82,10 @@ class Run:
         self.model = adapt(vit, method).to(self.device)
         patch = self.model.backbone.shape.patch
         if any(self.preprocess.size % side for side in patch):
-            raise DwindleError(f"image_size = {self.preprocess.size} is no multiple of the patch size {patch}.")
+            raise DwindleError(
+                f"image_size = {self.preprocess.size} is no multiple of the patch size, {patch[0]} x {patch[1]}; give "
+                "one that is."
+            )
         if recipe.freeze_backbone:
             self.model.vit.requires_grad_(False)
         self.resident = resident or self._resident()
@@ -90,7 +93,11 @@ class Run:
         if recipe.mixup or recipe.cutmix:
             self.batch -= self.batch % 2  # images are mixed in pairs
         if not self.batch:
-            raise DwindleError(f"{len(self.train_images)} training images are too few for {ranks.world()} processes.")
+            least = ranks.world() * (2 if recipe.mixup or recipe.cutmix else 1)
+            raise DwindleError(
+                f"{len(self.train_images)} training images are too few for {ranks.world()} processes; give at least "
+                f"{least}."
+            )
         self.steps_per_epoch = len(self.train_images) // (self.batch * ranks.world())
         self.average = self._average()
         self.sharded = ranks.together() and recipe.parallel == "fsdp"

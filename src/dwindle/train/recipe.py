@@ -113,7 +113,9 @@ def made(role: str, name: str, known: Mapping[str, Any], options: Mapping[str, A
         raise
     except (TypeError, ValueError) as error:
         given = ", ".join(f"{n}={v!r}" for n, v in options.items())
-        raise DwindleError(f"{name}({given}) has a setting of the wrong type ({error}).") from error
+        raise DwindleError(
+            f"{name}({given}) has a setting of the wrong type ({error}); see dwindle methods."
+        ) from error
 
 
 def changed(recipe: Any, settings: Iterable[str]) -> Any:
@@ -132,7 +134,8 @@ def changed(recipe: Any, settings: Iterable[str]) -> Any:
             wanted = typing.get_type_hints(type(recipe))[key]
             kinds = set(typing.get_args(wanted) or (wanted,))
             if type(value) not in kinds | ({int} if float in kinds else set()):
-                raise DwindleError(f"--set {setting}: {key} is {' or '.join(k.__name__ for k in kinds)}.")
+                names = sorted("None" if kind is type(None) else kind.__name__ for kind in kinds)
+                raise DwindleError(f"--set {setting}: {key} is {' or '.join(names)}, and '{text}' is not.")
             recipe = dataclasses.replace(recipe, **{key: value})
         else:
             raise unknown(
