@@ -9,7 +9,7 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
 import dwindle
-from dwindle import drawing, view
+from dwindle import charts, drawing, view
 
 
 def traced(method, size=(32, 32), depths=None, images=2):
@@ -60,15 +60,6 @@ def test_draw_writes_every_figure(tmp_path, method, size):
             assert image.format == "PNG" and 400 < image.width < 2500 and 200 < image.height < 1500
             assert len(np.unique(np.asarray(image.convert("L")))) > 10
     assert any(title.startswith("planned") for title in titles(view.picture(images[0], trace, 0))) == (method == "aht")
-
-
-def test_average_depth_is_the_mean_over_the_batch():
-    trace = fake((2, 5), 7)
-    figure = view.average_depth(trace)
-    mean = trace.patches.float().mean(0)
-    assert f"{mean.min():.1f} to {mean.max():.1f}" in titles(figure)[0]
-    drawn = figure.axes[0].images[0].get_array()
-    np.testing.assert_allclose(drawn, drawing.depth_colours(7).to_rgba(mean.numpy()))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, float])
@@ -140,7 +131,8 @@ def test_summary_names_few_images_and_counts_many():
 def test_any_grid_and_any_number_of_blocks(tmp_path, grid, blocks):
     trace = fake(grid, blocks, images=1)
     assert len(view.draw([photo(8 * grid[0], 8 * grid[1])], trace, tmp_path, ["x"])) == 3
-    drawing.save_figure(view.average_depth(trace), tmp_path / "average.png")
+    figure = charts.depth_map(trace.patches[0].float().numpy(), blocks, 1)
+    drawing.save_figure(figure, tmp_path / "average.png")
 
 
 def test_names_are_safe_and_unique():

@@ -204,9 +204,7 @@ def _turn_threshold(model: Any, threshold: float) -> None:
     ranges = {name: sorted(ends) for name, *ends in dials(model)}
     require("threshold" in ranges, given, f"{method} has no threshold to turn, so leave it out")
     low, high = ranges["threshold"]
-    sums = (
-        high == model.backbone.shape.blocks
-    )  # of scores: beyond the number of blocks nothing halts, which may be asked
+    sums = high == model.backbone.shape.blocks  # of scores: above the number of blocks nothing halts, as may be asked
     require(sums or threshold <= high, given, f"{method}'s lies between {low:g} and {high:g}")
     model.method.threshold = threshold
 

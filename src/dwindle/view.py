@@ -103,15 +103,6 @@ def summary(trace: Trace, names: Sequence[str] | None = None) -> Figure:
     return figure
 
 
-def average_depth(trace: Trace) -> Figure:
-    """Mean depth of each position over the batch: what the model takes to be worth a look before it looks."""
-    patches = _array(trace.patches).mean(0)
-    figure, images = canvas(4.8, panel_height(patches, 4.0) + 0.4), len(trace.depth)
-    text = f"mean depth over {images} image{'s' * (images > 1)}: {patches.min():.1f} to {patches.max():.1f}"
-    heatmap(figure.add_subplot(), patches, trace.blocks, text, patches.shape)
-    return figure
-
-
 def draw(
     images: Iterable[Photo],
     trace: Trace,

@@ -114,7 +114,7 @@ def made(role: str, name: str, known: Mapping[str, Any], options: Mapping[str, A
     except (TypeError, ValueError) as error:
         given = ", ".join(f"{n}={v!r}" for n, v in options.items())
         raise DwindleError(
-            f"{name}({given}) has a setting of the wrong type ({error}); see dwindle methods."
+            f"{name}({given}) has a setting of the wrong type ({error}); see its constructor."
         ) from error
 
 
