@@ -298,6 +298,14 @@ def test_means_over_seeds_and_the_gap_to_static_of_the_same_seeds():
     assert summarised(RESULTS[1:2])[0]["gap"] is None and summarised([]) == []
 
 
+def test_the_figure_tells_of_what_lies_far_below():
+    row = dict(summarised(RESULTS)[0])
+    far = [row | {"name": "far", "top1": 3.0, "gmacs": g} for g in (0.5, 0.7)]
+    (axis,) = tradeoff([row, *far], "tiny", "static").axes
+    assert axis.get_legend_handles_labels()[1] == ["static"] and axis.get_ylim()[0] > 50
+    assert axis.texts[0].get_text() == "below:\nfar: 3 at 0.50, 3 at 0.70"
+
+
 def test_the_table():
     lines = markdown(summarised(RESULTS)).splitlines()
     assert len(lines) == 2 + 5 and len({line.count("|") for line in lines}) == 1

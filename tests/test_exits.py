@@ -217,6 +217,19 @@ def test_cost_rises_along_the_dial_and_calibration_finds_a_budget():
 
 
 @torch.no_grad()
+def test_act_holds_a_budget_while_it_trains():
+    model = build("vit", ACT(budget=0.6, ramp=0.0)).train()
+    costs = []
+    for step in range(60):
+        torch.manual_seed(step)
+        out = model(torch.randn(16, 3, 32, 32), layout="masked")
+        costs.append(float(model.cost(out.trace)))
+        model.method.observe(model.cost(out.trace))
+    assert costs[0] > 0.95 and abs(sum(costs[-10:]) / 10 - 0.6) < 0.06
+    assert abs(dwindle.calibrate(model, torch.randn(16, 3, 32, 32), 0.8) - 0.8) < 0.05
+
+
+@torch.no_grad()
 def test_nobody_stops_or_is_read_before_min_depth():
     for kind in (Confidence, Similarity):
         model = build("vit", kind(threshold={Confidence: 0.0, Similarity: 1e9}[kind], min_depth=3))
@@ -280,6 +293,8 @@ def test_training_compiles_without_graph_breaks(name):
         (lambda: ACT(eps=0.0), "eps = 0.0: it must lie between 0 and 1"),
         (lambda: ACT(threshold=0.0), "above 0"),
         (lambda: ACT(tau=-1.0), "tau = -1.0"),
+        (lambda: ACT(ramp=2.0), "ramp = 2.0"),
+        (lambda: build("vit", ACT(budget=1.5)), "budget = 1.5"),
         (lambda: PonderNet(prior=1.0), "prior = 1.0"),
         (lambda: PonderNet(threshold=1.5), "threshold = 1.5"),
         (lambda: PonderNet(beta_kl=-0.1), "beta_kl = -0.1"),

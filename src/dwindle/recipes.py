@@ -221,7 +221,10 @@ def cifar100_deit_tiny() -> Comparison:
             Entry("ToMe", "ToMe", train="never"),
             Entry("Shallow", "Shallow", by_cost=depths),
             Entry("ACT", "ACT", train="once"),
+            Entry("ACT at the budget", "ACT"),
             Entry("PonderNet", "PonderNet", train="once"),
+            # p then is the prior times exp(-loss): no depth is left without training.
+            Entry("PonderNet, beta_kl = 1", "PonderNet", {"beta_kl": 1.0}, train="once"),
             Entry("Confidence", "Confidence", train="once"),
             Entry("Similarity", "Similarity", train="once"),
             # Table 5, and the ablations the paper calls for in its conclusion.
