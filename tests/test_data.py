@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torchvision import transforms as t
 
 from dwindle.errors import DwindleError
 from dwindle.images import Preprocess, load_image
@@ -512,6 +513,18 @@ def test_eval_transform_does_not_resample_at_its_own_size():
     expected = (torch.from_numpy(array[16:240, 16:240].copy()).permute(2, 0, 1) / 255 - mean) / std
     torch.testing.assert_close(out, expected)
     assert Preprocess(size=32).eval_transform()(Image.fromarray(pixels(0, 90, 50))).shape == (3, 32, 32)
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "lanczos", "nearest"])
+def test_what_a_model_sees_is_a_resize_and_a_crop(interpolation):
+    """To the last bit, though what the crop leaves out is not always resampled."""
+    sizes = [(480, 320), (320, 480), (500, 375), (375, 500), (320, 320), (451, 300), (300, 900), (90, 700), (256, 300)]
+    for size, share in ((224, 0.875), (224, 0.9), (32, 1.0)):
+        pre = Preprocess(size=size, crop_pct=share, interpolation=interpolation)
+        resize = t.Resize(round(size / share), t.InterpolationMode(interpolation))
+        for seed, (width, height) in enumerate(sizes):
+            image = Image.fromarray(pixels(seed, width, height))
+            assert pre.seen(image).tobytes() == t.CenterCrop(size)(resize(image)).tobytes(), (width, height)
 
 
 def test_train_transform_is_a_function_of_the_seed():

@@ -114,15 +114,14 @@ class Flow(Masked):
         after = replace(self, depth=self.depth + 1, **self.forget())
         if keep is None:
             return after
-        leaving = self.live & ~keep
         after.live, after.whole = self.live & keep, False
         if not self._front_stays:
-            after.stopped = [*self.stopped, self._picked(leaving)]
+            after.stopped = [*self.stopped, self._picked(self.live & ~keep)]
         order = after._order() if self.moves is None or after.depth in self.moves else None
         if not self.bequeathing:
             return after if order is None else after._moved(order)
         assert self.keys is not None
-        x, size = after._inherited(wide(self.keys), leaving, order)
+        x, size = after._inherited(wide(self.keys), order)
         if order is not None:
             after = after._moved(order, but=("standing_for", "key_bias"))
         after.x = x.to(self.x.dtype)
@@ -153,20 +152,21 @@ class Flow(Masked):
         x = self.x if but else taken(self.x)
         return replace(self, x=x, notes=notes, live=taken(self.live), home=taken(self.home))
 
-    def _inherited(self, keys: Tensor, leaving: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _inherited(self, keys: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor]:
         """States and sizes of the rows `order` (None: all): as one matrix product, as runtimes are slow to scatter.
 
-        Who does not leave is its own heir. Where no patch stays, a row that nobody reads is everyone's.
+        Who is live is its own heir. A row that has left stands for none, so that it gives nothing a second time. Where
+        no patch stays, a row that nobody reads is everyone's.
         """
         rows = torch.arange(self.x.shape[1], device=self.x.device)
         length = keys.norm(dim=-1, keepdim=True).clamp_min(1e-12)  # whoever looks for an heir: its own plays no part
         alike = keys @ (keys / length)[:, self.prefix :].transpose(1, 2)
         best = torch.where(self.live[:, None, self.prefix :], alike, NEVER).argmax(-1) + self.prefix
-        heir = torch.where(leaving, best, rows)[..., None]
+        heir = torch.where(self.live, rows, best)[..., None]
         to = rows if order is None else order[:, None]
         given = torch.where(heir == to, self.notes["standing_for"][..., None], 0.0)  # (B, from, to)
-        total = given.sum(1).clamp_min(1)  # a row that has left stands for none
-        return (given.transpose(1, 2) @ wide(self.x)) / total[..., None], total
+        total = given.sum(1)
+        return (given.transpose(1, 2) @ wide(self.x)) / total.clamp_min(1)[..., None], total
 
     @property
     def _front_stays(self) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import os
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ def load_image(source: str | os.PathLike | bytes, what: str | None = None) -> Im
             if image.width * image.height > MAX_PIXELS:
                 big = f"{image.width}x{image.height} pixels, more than the {MAX_PIXELS} that are safe"
                 raise DwindleError(f"The image {what} has {big}; shrink it first.")
-            return _to_rgb(ImageOps.exif_transpose(image))
+            return upright(image)
     except DwindleError:
         raise
     except FileNotFoundError as error:
@@ -46,14 +47,62 @@ def load_image(source: str | os.PathLike | bytes, what: str | None = None) -> Im
         raise DwindleError(f"Cannot decode the image {what}: {error}; replace or remove it.") from error
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def upright(image: Image.Image) -> Image.Image:
+    """Decoded, turned as its EXIF says, in RGB. May be the image itself, changed."""
+    ImageOps.exif_transpose(image, in_place=True)
+    image.load()
     if image.mode.startswith("I"):  # 16-bit grey: Pillow's own conversion clips at 255 instead of scaling
         wide = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
         return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def resized_middle(image: Image.Image, short: int, size: int, filter: Image.Resampling) -> Image.Image:
+    """The middle square of an image whose short side was resized: torchvision's Resize and CenterCrop, bit for bit.
+
+    What the crop leaves out is not resampled where Pillow gives the same pixels without it.
+    """
+    least = min(image.size)
+    wide, high = (short if side == least else int(short * side / least) for side in image.size)
+    left, top = (round((side - size) / 2) for side in (wide, high))
+    if (wide, high) != image.size:
+        across, down = _part(image.width, wide, left, size), _part(image.height, high, top, size)
+        few = (across.pixels, down.pixels)
+        if image.mode != "RGB" or filter == Image.Resampling.NEAREST or _down_first(image, few, (wide, high)):
+            image = image.resize((wide, high), filter)
+        else:
+            image = image.resize(few, filter, (across.begin, down.begin, across.end, down.end))
+            left, top = left - across.first, top - down.first
+    return image.crop((left, top, left + size, top + size))
+
+
+class _Part(NamedTuple):
+    """Along one side: the first pixel to make, how many, and what of the source they lie on."""
+
+    first: int
+    pixels: int
+    begin: float
+    end: float
+
+
+def _part(side: int, resized: int, first: int, count: int) -> _Part:
+    """Of a side that is resized; the whole of it where a part could differ.
+
+    Pillow places the pixels of a part by the part's own edges, kept as float32. Where a pixel is a whole number of
+    2^-k of the source's, these and all sums are exact, and a pixel's weights are those it has in the whole.
+    """
+    steps = resized // math.gcd(side, resized)
+    if steps & (steps - 1) or side * steps >= 1 << 24:
+        return _Part(0, resized, 0, side)
+    return _Part(first, count, first * side / resized, (first + count) * side / resized)
+
+
+def _down_first(image: Image.Image, *targets: tuple[int, int]) -> bool:
+    """Whether Pillow may resize columns before rows for one of these: it rounds between, so order counts. Since 13."""
+    return any(0 < image.height - high > 2 * (image.width - wide) for wide, high in targets)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,25 +148,18 @@ class Preprocess:
         """Short side to size/crop_pct (no resampling if it is that already), centre crop, normalise."""
         from torchvision import transforms as t
 
-        return t.Compose([*self._crop(), t.ToTensor(), t.Normalize(self.mean, self.std)])
+        return t.Compose([self.seen, t.ToTensor(), t.Normalize(self.mean, self.std)])
 
     def seen(self, image: Image.Image) -> Image.Image:
         """The part of an image that the model sees in evaluation, as an image."""
-        for step in self._crop():
-            image = step(image)
-        return image
+        short, filter = round(self.size / self.crop_pct), Image.Resampling[self.interpolation.upper()]
+        return resized_middle(image, short, self.size, filter)
 
     def normalised(self, pixels_BHWC: Tensor) -> Tensor:
         """What `eval_transform` makes of images whose `seen` pixels (uint8) these are: (B, C, height, width)."""
         x = pixels_BHWC.permute(0, 3, 1, 2).to(torch.get_default_dtype(), memory_format=torch.contiguous_format)
         mean, std = (x.new_tensor(values)[:, None, None] for values in (self.mean, self.std))
         return x.div_(255).sub_(mean).div_(std)
-
-    def _crop(self) -> list[Transform]:
-        from torchvision import transforms as t
-
-        resize = t.Resize(round(self.size / self.crop_pct), t.InterpolationMode(self.interpolation))
-        return [resize, t.CenterCrop(self.size)]
 
     def train_transform(
         self,

@@ -225,10 +225,13 @@ class Packed(Tokens):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         if self.keeping_keys:
-            self.keys = k[0].mean(0)
+            self.keys = self.mean_over_heads(k[0])
         if self.watching:
             self.attention = looked_at_packed(q.detach(), k.detach(), self.lengths, self.prefix, options.get("scale"))
         return attend_packed(q, k, v, self.lengths, self.notes.get("key_bias"), **options)
+
+    def mean_over_heads(self, rows_HTE: Tensor) -> Tensor:
+        return rows_HTE.mean(0)
 
     @property
     def empty(self) -> bool:
@@ -242,7 +245,7 @@ class Packed(Tokens):
     def per_image(self, values_B: Tensor) -> Tensor:
         if self.shape[0] == 1:
             return values_B.expand(len(self.home), *values_B.shape[1:])
-        return values_B[self.image]
+        return values_B.index_select(0, self.image)
 
     def take(self, sheet_BN: Tensor) -> Tensor:
         return sheet_BN.flatten()[self.home]

@@ -220,7 +220,8 @@ class AHT(Method):
         tokens.tapped, tokens.tap_detached = self.neuron, self.detach
         tokens.prefix_stays = not self.halt_class and "forced" not in tokens.notes
         zero = torch.zeros_like(x := tokens.x[..., 0], dtype=torch.promote_types(x.dtype, torch.float32))
-        tokens.notes["cumulative"] = zero
+        # Sums that start there never reach the threshold.
+        tokens.notes["cumulative"] = zero if self.halt_class else zero.masked_fill(tokens.is_prefix, -torch.inf)
         # Until a planner has spoken, everyone goes to the end.
         tokens.notes["plan"] = torch.full_like(zero, self.shape.blocks)
         if self.straight_through and self.training:
@@ -264,10 +265,7 @@ class AHT(Method):
             total = before + score
             keep = None
             if not early:
-                keep = total < self.dialled(tokens, "threshold")
-                if not self.halt_class:
-                    keep = keep | tokens.is_prefix
-                keep = tokens.decide(layer - 1, keep)
+                keep = tokens.decide(layer - 1, total < self.dialled(tokens, "threshold"))
         tokens.notes["cumulative"] = total
         return score, None if early else keep
 

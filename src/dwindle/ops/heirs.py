@@ -31,14 +31,17 @@ def heirs(lost_LE: Tensor, keys_GE: Tensor, left: Sequence[int], stay: Sequence[
     keys_GE = keys_GE / torch.linalg.vector_norm(keys_GE, dim=-1, keepdim=True).clamp_min_(1e-12)
     if len(stay) == 1 and stay[0] > prefix:
         return (lost_LE @ keys_GE[prefix:].T).argmax(1).add_(prefix)
-    found, begin = [], 0
-    for lost, keys in zip(lost_LE.split(list(left)), keys_GE.split(list(stay))):
-        if len(keys) > prefix:
-            found.append((lost @ keys[prefix:].T).argmax(1).add_(begin + prefix))
+    found = torch.empty(len(lost_LE), dtype=torch.long, device=lost_LE.device)
+    keys_EG, row, first = keys_GE.T, 0, 0
+    for lost, kept in zip(left, stay):
+        heir = found[row : row + lost]
+        if kept > prefix:
+            alike = lost_LE[row : row + lost] @ keys_EG[:, first + prefix : first + kept]
+            torch.argmax(alike, 1, out=heir).add_(first + prefix)
         else:
-            found.append(torch.full((len(lost),), -1))
-        begin += len(keys)
-    return torch.cat(found)
+            heir.fill_(-1)
+        row, first = row + lost, first + kept
+    return found
 
 
 def hand_over(lost_LD: Tensor, given_L: Tensor, heir_L: Tensor, x_GD: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,7 @@ def create_app(models: Sequence[Served], limits: Limits | None = None, token: st
     app.add_middleware(Headers, metrics=metrics)
     app.state.batcher = batcher
 
-    def guard(request: Request) -> None:
+    async def guard(request: Request) -> None:  # plain functions are called in another thread, which takes longer
         if not authorised(request.headers.get("authorization"), token):
             raise Refused(401, "A bearer token is required: send the header 'Authorization: Bearer ...'.")
 

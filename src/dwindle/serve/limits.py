@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from ..images import load_image
+from ..images import upright
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
@@ -55,10 +55,10 @@ def decode(data: bytes, limits: Limits) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                pixels, size = image.width * image.height, f"{image.width} x {image.height}"
-            if pixels > limits.pixels:
-                raise Refused(413, f"The image is {size} pixels, more than the {limits.pixels} allowed; shrink it.")
-            return load_image(data)
+                if image.width * image.height > limits.pixels:
+                    size = f"{image.width} x {image.height} pixels"
+                    raise Refused(413, f"The image is {size}, more than the {limits.pixels} allowed; shrink it.")
+                return upright(image)
     except Refused:
         raise
     except Image.DecompressionBombError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import socket
 import sys
@@ -78,6 +79,8 @@ def serve(
         # it only at the switch interval, by default 5 ms.
         sys.setswitchinterval(SWITCH)
         app = create_app(models, token=token)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: the garbage collector need not walk through it between requests
         config = uvicorn.Config(
             app,
             log_level="warning",
