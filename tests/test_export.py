@@ -68,6 +68,21 @@ def test_one_program_for_any_number_of_images(method):
         assert told["decisions"] == 1.0 and told["difference"] < 1e-4
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("moves", [(), None])
+def test_who_halts_before_there_are_heirs_is_gone(moves):
+    """Free plans may stop a token before the first stage: nobody inherits from it, then or later."""
+    for threshold in (0.55, 0.9):
+        free = dwindle.AHT(
+            stages=(2, 3), budget=None, heirs="nearest", follow=0.0, gamma=1.0, beta=0.0, threshold=threshold
+        )
+        model = build("vit", free)
+        images = images_for(model, 6)
+        wanted, (logits, depth) = model(images, layout="packed"), Graph(model, moves)(images)
+        assert (wanted.trace.depth == 1).any() and torch.equal(depth, wanted.trace.depth)
+        torch.testing.assert_close(logits, wanted.logits, atol=1e-4, rtol=1e-4)
+
+
 def test_tokens_are_gone_from_the_program():
     """A block's products shrink with the live rows: their sizes are symbols, a new one after each decision."""
     model = build("vit", METHODS["AHT"]())
@@ -106,6 +121,7 @@ def test_onnx(tmp_path, monkeypatch):
     assert told["decisions"] == 1.0 and told["difference"] < 1e-4
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
     call = open_onnx(tmp_path / "model.onnx", threads=1)
+    assert torch.full((), 1e-39) * 0.5 != 0  # only the file's own numbers are flushed to 0
     for count in (1, 4):
         check(model, call, images_for(model, count))
     held = onnx.load(tmp_path / "model.onnx")

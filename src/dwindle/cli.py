@@ -198,6 +198,7 @@ def evaluate(
 def _turn_threshold(model: Any, threshold: float) -> None:
     from .gauge import dials
     from .methods.base import require
+    from .train.evaluate import turn
 
     given, method = f"--threshold {threshold}", type(model.method).__name__
     require(threshold > 0, given, "a token halts when its scores reach it, so it must be above 0")
@@ -206,7 +207,7 @@ def _turn_threshold(model: Any, threshold: float) -> None:
     low, high = ranges["threshold"]
     sums = high == model.backbone.shape.blocks  # of scores: above the number of blocks nothing halts, as may be asked
     require(sums or threshold <= high, given, f"{method}'s lies between {low:g} and {high:g}")
-    model.method.threshold = threshold
+    turn(model, threshold, "threshold")
 
 
 @app.command()

@@ -278,12 +278,25 @@ def open_onnx(path: str | os.PathLike, threads: int | None = None) -> Call:
     options.intra_op_num_threads = threads or torch.get_num_threads()
     # A masked key's share of attention is a number too small for the CPU's fast path, unless it may be 0.
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
-    session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+    with _flushing():
+        session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
 
     def call(images: Tensor) -> Any:
-        return tuple(torch.from_numpy(value) for value in session.run(None, {"images": images.numpy()}))
+        with _flushing():
+            return tuple(torch.from_numpy(value) for value in session.run(None, {"images": images.numpy()}))
 
     return call
+
+
+@contextmanager
+def _flushing() -> Iterator[None]:
+    """Numbers too small are 0 within. The session sets so what runs its threads, and this one of ours for good."""
+    before = bool(torch.full((), 1e-39) * 0.5 == 0)
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
 
 
 def _needs(*packages: str) -> None:

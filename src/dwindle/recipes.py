@@ -214,7 +214,7 @@ def cifar100_deit_tiny() -> Comparison:
         entries=(
             Entry("static again", "Static", by_cost={1.0: {}}, costs=(1.0,), seeds=seeds),
             Entry("AHT", "AHT", by_cost={cost: _aht(cost) for cost in costs}, seeds=seeds),
-            Entry("TopK", "TopK"),
+            Entry("TopK", "TopK", seeds=seeds),
             Entry("TopK fused", "TopK", {"fuse": True}),
             Entry("DynamicViT", "DynamicViT"),
             Entry("A-ViT", "AViT", by_cost=targets),
@@ -224,7 +224,7 @@ def cifar100_deit_tiny() -> Comparison:
             Entry("ACT at the budget", "ACT"),
             Entry("PonderNet", "PonderNet", train="once"),
             # p then is the prior times exp(-loss): no depth is left without training.
-            Entry("PonderNet, beta_kl = 1", "PonderNet", {"beta_kl": 1.0}, train="once"),
+            Entry("PonderNet beta_kl = 1", "PonderNet", {"beta_kl": 1.0}, train="once"),
             Entry("Confidence", "Confidence", train="once"),
             Entry("Similarity", "Similarity", train="once"),
             # Table 5, and the ablations the paper calls for in its conclusion.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..backbones.base import Shape
 from ..cost import budget_share
 from ..tokens import Tokens
-from .base import Method, Verdict, halting_verdict, ponder_cost, require, wide
+from .base import Method, Verdict, brought_in, goal, halting_verdict, ponder_cost, require, wide
 from .exits import image_state
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ACT(Method):
         eps: an image stops when its scores reach 1 - eps (Eq. 4). `threshold` puts another value in place of 1 - eps.
         tau: weight of the ponder cost N + R (Eq. 8).
         bias: of the halting unit, to begin with; far below 0, so that training begins with the wrapped model.
-        budget: the share of the static cost (0.67), or GMACs ('3.1G'), that training holds by scaling the threshold.
+        budget: the share of the static cost (0.67), or GMACs ('3.1G'), that training holds by moving the threshold.
             None: only tau decides what images cost. ramp: share of the training over which it is brought in.
         """
         super().__init__()
@@ -55,10 +55,12 @@ class ACT(Method):
         require(tau >= 0, f"tau = {tau}", "a weight must not be negative")
         require(0 <= ramp <= 1, f"ramp = {ramp}", "it is a share of the training, between 0 and 1")
         self.eps, self.tau, self.bias, self.budget, self.ramp = eps, tau, bias, budget, ramp
-        self.threshold = 1 - eps if threshold is None else threshold
-        self.lowered: Tensor
-        # By how much the budget scales the threshold; a tensor, which moves without compiling anew.
-        self.register_buffer("lowered", torch.ones(()))
+        limit = 1 - eps if threshold is None else float(threshold)
+        self.threshold: float | Tensor
+        if budget is None:
+            self.threshold = limit
+        else:  # training moves it: a tensor, for which nothing is compiled anew
+            self.register_buffer("threshold", torch.tensor(limit))
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
@@ -81,7 +83,7 @@ class ACT(Method):
             halting = torch.sigmoid(wide(self.unit(image_state(tokens, tokens.x))[:, 0]))  # (B,)
             score = tokens.per_image(halting)
         cumulative = tokens.notes["cumulative"] = before + score
-        keep = tokens.decide(depth, cumulative < self.dialled(tokens, "threshold") * self.lowered)  # Eq. 4
+        keep = tokens.decide(depth, cumulative < self.dialled(tokens, "threshold"))  # Eq. 4
         return halting_verdict(tokens, before, score, keep & (not last))
 
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
@@ -95,10 +97,10 @@ class ACT(Method):
         """Integral control, in the logarithm: the threshold falls while a batch costs more than the budget."""
         if self.budget is None:
             return
-        brought_in = min(1.0, self.progress / self.ramp) if self.ramp else 1.0
-        goal = 1 + (budget_share(self.budget, self.shape) - 1) * brought_in
+        assert isinstance(self.threshold, Tensor)
+        wanted = goal(self.budget, self.shape, brought_in(self.progress, self.ramp))
         with torch.no_grad():  # in place: a recorded step reads it where it lies
-            self.lowered.mul_(torch.exp(0.5 * (goal - cost.to(self.lowered)))).clamp_(1e-6, self.shape.blocks)
+            self.threshold.mul_(torch.exp(0.5 * (wanted - cost.to(self.threshold)))).clamp_(1e-6, self.shape.blocks)
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         width = self.shape.width if depth + 1 < self.shape.blocks else 0

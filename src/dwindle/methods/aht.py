@@ -22,7 +22,9 @@ from ..trace import Trace
 from .base import (
     Method,
     Verdict,
+    brought_in,
     check_stages,
+    goal,
     halting_distribution,
     halting_kl,
     normalised_gaussian,
@@ -382,8 +384,7 @@ class AHT(Method):
 
     @property
     def brought_in(self) -> float:
-        """0 to 1 over the ramp."""
-        return min(1.0, self.progress / self.ramp) if self.ramp else 1.0
+        return brought_in(self.progress, self.ramp)
 
     @property
     def loss_weights(self) -> dict[str, float]:
@@ -394,10 +395,10 @@ class AHT(Method):
         """Integral control: the bar rises while the batch costs more than the budget, and falls when it costs less."""
         if self.budget is None:
             return
-        goal = 1 + (budget_share(self.budget, self.shape) - 1) * self.brought_in
+        wanted = goal(self.budget, self.shape, self.brought_in)
         # In place: a recorded step reads it where it lies. Nothing keeps the old value for a backward pass.
         with torch.no_grad():
-            self.bar.add_(0.5 * (cost.to(self.bar.device) - goal)).clamp_(-4.0, 4.0)
+            self.bar.add_(0.5 * (cost.to(self.bar.device) - wanted)).clamp_(-4.0, 4.0)
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         assert self.hidden is not None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backbones.base import Shape
+from ..cost import budget_share
 from ..errors import DwindleError
 from ..tokens import Tokens
 from ..tokens import wide as wide
@@ -94,6 +95,16 @@ class Method(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.config.items())
+
+
+def brought_in(progress: float, ramp: float) -> float:
+    """0 to 1 over the first `ramp` of the training."""
+    return min(1.0, progress / ramp) if ramp else 1.0
+
+
+def goal(budget: float | str, shape: Shape, share: float) -> float:
+    """The share of the static cost that training holds while so much of the budget is brought in."""
+    return 1 + (budget_share(budget, shape) - 1) * share
 
 
 def settings(owner: nn.Module) -> dict[str, Any]:

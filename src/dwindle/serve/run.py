@@ -93,4 +93,7 @@ def serve(
         say(f"{', '.join(model.name for model in models)} at {address} (Ctrl+C ends)")
         result: dict[str, Any] = {"address": address, "models": [model.about() for model in models]}
         finish(result)
-        uvicorn.Server(config).run(sockets=[listening])
+        try:
+            uvicorn.Server(config).run(sockets=[listening])
+        finally:
+            gc.unfreeze()
