@@ -75,6 +75,16 @@ def test_samples_by_stage(data, tmp_path):
     assert set(found["sampled"].tolist()) <= {4, 8, 16} and len(found["sampled"]) == 4
 
 
+def test_the_largest_setting_first_and_once_more(data, tmp_path):
+    work = run(data, tmp_path / "run", "largest_first=true", "largest_weight=0.5", "depth_weight=0")
+    x, y = next(iter(work.batches(train=False)))
+    said = work.model.answers(x)
+    losses = work.loss(said.tokens, y, None)
+    for epoch, wanted in enumerate([losses[-1], losses.mean() + 0.5 * losses[-1]]):
+        work.epoch = epoch
+        torch.testing.assert_close(work.terms(said, y)["total"], wanted)
+
+
 @pytest.mark.parametrize("kind", ["soft", "hard"])
 def test_distils(data, teacher, tmp_path, kind):
     work = run(data, tmp_path / "run", f"teacher={teacher}", f"distill={kind}", "label_weight=0", "epochs=2")

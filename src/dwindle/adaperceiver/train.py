@@ -283,8 +283,11 @@ class AdaRun(Run):
     def terms(self, answers: Answers, y: Tensor, taught: Tensor | None = None) -> dict[str, Tensor]:
         """Algorithm 3: means over images and granularities, and over depths at weight l / L."""
         recipe = self.recipe
-        terms = {"tokens": self.loss(answers.tokens, y, taught).mean()}
-        terms["total"] = recipe.token_weight * terms["tokens"]
+        losses = self.loss(answers.tokens, y, taught)  # (G,), the most tokens last
+        terms = {"tokens": losses.mean()}
+        terms["total"] = recipe.token_weight * terms["tokens"] + recipe.largest_weight * losses[-1]
+        if recipe.largest_first and self.stage == 0:
+            terms["total"] = losses[-1]
         if answers.depths is not None:
             losses = self.loss(answers.depths, y, taught)  # (L,)
             weights = torch.arange(1, len(losses) + 1, device=losses.device) / len(losses)
