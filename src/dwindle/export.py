@@ -146,8 +146,10 @@ def _race(
     with torch.inference_mode():
         share = float(model.cost(model(photos, layout="packed").trace))
     try:
+        runs: dict[int, list[Call]] = {}  # by threads: static, adaptive
         for threads, batch in product(sorted({1, every}), (1, 8)):
             torch.set_num_threads(threads)
+            runs[threads] = runs.get(threads) or [open_(which) for which in (path, adaptive)]
             sets = photos[torch.arange(batch * len(photos)) % len(photos)].split(batch)  # every photograph counts alike
 
             def all_of(run: Call, sets: tuple[Tensor, ...] = sets) -> None:
@@ -155,7 +157,7 @@ def _race(
                     run(images)
 
             with torch.inference_mode():
-                calls = [partial(all_of, open_(which)) for which in (path, adaptive)]
+                calls = [partial(all_of, run) for run in runs[threads]]
                 spent = milliseconds(calls, seconds, torch.device("cpu"))
             rows.append(
                 {
@@ -290,7 +292,7 @@ def open_onnx(path: str | os.PathLike, threads: int | None = None) -> Call:
 
 @contextmanager
 def _flushing() -> Iterator[None]:
-    """Numbers too small are 0 within. The session sets so what runs its threads, and this one of ours for good."""
+    """Numbers too small are 0 within, and after it as before: opening a session leaves the caller's thread so."""
     before = bool(torch.full((), 1e-39) * 0.5 == 0)
     torch.set_flush_denormal(True)
     try:

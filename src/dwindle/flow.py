@@ -118,9 +118,9 @@ class Flow(Masked):
         if not self._front_stays:
             after.stopped = [*self.stopped, self._picked(self.live & ~keep)]
         order = after._order() if self.moves is None or after.depth in self.moves else None
-        if not self.bequeathing and "standing_for" in self.notes:  # what they knew is gone
-            after.notes = self.notes | {"standing_for": self.notes["standing_for"] * after.live}
         if not self.bequeathing:
+            if "standing_for" in self.notes:  # what they knew is gone
+                after.notes = self.notes | {"standing_for": self.notes["standing_for"] * after.live}
             return after if order is None else after._moved(order)
         assert self.keys is not None
         x, size = after._inherited(wide(self.keys), order)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,12 +85,24 @@ def evaluated(
     from .train.batches import loader
     from .train.evaluate import evaluate
 
+    def measure(place: Any, progress: Callable[[int], None]) -> dict[str, Any]:
+        batches = loader(images, batch, workers=workers, rank=ranks.rank(), world=ranks.world())
+        return evaluate(model, batches, device=place, progress=progress, **how)
+
+    return shared(measure, len(images), device)
+
+
+def shared(
+    measure: Callable[[Any, Callable[[int], None]], dict[str, Any]], total: int, device: str | None
+) -> dict[str, Any] | None:
+    """What `measure(device, progress)` finds, with a bar over `total`. Of several processes one gets it, and speaks."""
+    from . import ranks
+
     place = ranks.join(device_for(device)) or "cpu"
     rank, world = ranks.rank(), ranks.world()
     with progress_bar(rank == 0) as bar:
-        task = bar.add_task("evaluating", total=len(images) // world)
-        batches = loader(images, batch, workers=workers, rank=rank, world=world)
-        result = evaluate(model, batches, device=place, progress=lambda n: bar.advance(task, n), **how)
+        task = bar.add_task("evaluating", total=total // world)
+        result = measure(place, lambda n: bar.advance(task, n))
     ranks.leave()
     return result if rank == 0 else None
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import ranks
 from ..checkpoint import LANGUAGE, family_of, find, read_config
 from ..drawing import file_stems, save_figure
 from ..errors import DwindleError
 from ..methods.base import require
-from ..terminal import aside, claimed, console, device_for, finish, plain, progress_bar, resumes, show_table
+from ..terminal import aside, claimed, console, device_for, finish, plain, progress_bar, resumes, shared, show_table
 from .compare import LMCompare, LMComparison, markdown, summarised
 from .execute import AdaptiveLM
 from .figures import figures
@@ -131,23 +131,10 @@ def evaluate(
     model, vocabulary = _opened(checkpoint, tau)
     name = data or model.extra["data"]["train"]
     text = open_text(name, vocabulary)
-    place = ranks.join(device_for(device)) or "cpu"
-    rank, world = ranks.rank(), ranks.world()  # of several processes each takes its share, and one speaks
-    with progress_bar(rank == 0) as bar:
-        total = limit or (len(text.test) - 1) // model.backbone.shape.context
-        task = bar.add_task("evaluating", total=total // world)
-        found = measure(
-            model,
-            text.test,
-            layout=layout,
-            batch=batch,
-            limit=limit,
-            device=place,
-            name=name,
-            progress=lambda n: bar.advance(task, n),
-        )
-    ranks.leave()
-    if rank:
+    ask = partial(measure, model, text.test, layout=layout, batch=batch, limit=limit, name=name)
+    total = limit or (len(text.test) - 1) // model.backbone.shape.context
+    found = shared(lambda place, progress: ask(device=place, progress=progress), total, device)
+    if found is None:
         return
     result = {key: round(found[key], 6) for key in ("loss", "bpc", "tlops_saved", "macs_saved")}
     result["tau"] = getattr(model.method, "tau", None)
