@@ -230,6 +230,22 @@ def test_act_holds_a_budget_while_it_trains():
 
 
 @torch.no_grad()
+def test_act_with_a_budget_keeps_the_first_law():
+    """Its threshold is a tensor there: the same in every layout, for an image alone, and after a save."""
+    model = build("vit", ACT(bias=-1.0, budget=0.7, threshold=0.6))
+    images = images_for(model, 6)
+    wanted = model(images, layout="packed")
+    assert 1 < wanted.trace.depth.float().mean() < model.backbone.shape.blocks
+    alone = [model(image[None], layout="packed") for image in images]
+    for out in (model(images, layout="masked"), model(images)):
+        assert torch.equal(out.trace.depth, wanted.trace.depth)
+        torch.testing.assert_close(out.logits, wanted.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat([out.logits for out in alone]), wanted.logits, atol=1e-5, rtol=1e-5)
+    again = ACT(**model.method.config)
+    assert float(again.threshold) == pytest.approx(0.6) and again.budget == 0.7
+
+
+@torch.no_grad()
 def test_nobody_stops_or_is_read_before_min_depth():
     for kind in (Confidence, Similarity):
         model = build("vit", kind(threshold={Confidence: 0.0, Similarity: 1e9}[kind], min_depth=3))
