@@ -164,6 +164,25 @@ def test_the_engine_keeps_few_recordings_and_follows_the_model(place, monkeypatc
         engine(images[:, :1])
 
 
+@torch.no_grad()
+def test_images_may_lie_where_the_recording_reads_them(place, monkeypatch):
+    model = build("vit", METHODS["AHT"]()).eval().to(place)
+    images, engine = images_for(model, 4).to(place), Engine(model)
+    there, depths, dial = engine.inputs(images)
+    assert torch.equal(there, images) and (depths, dial) == (None, None)
+    there.copy_(images.flip(0))
+    copied = []
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *given: copied.append(given))
+    same(engine(there), model(images.flip(0), layout="packed"), 2e-4)
+    assert not copied
+    monkeypatch.undo()
+    same(engine(images), model(images, layout="packed"), 2e-4)  # of whoever else gives some, as ever
+    forced = torch.full_like(engine(images).trace.depth, 2)
+    there, depths, _ = engine.inputs(images, forced)
+    depths.fill_(1)
+    assert int(engine(there, depths).trace.depth[:, 1:].amax()) == 1
+
+
 def test_calls_with_and_without_inference_mode_share_a_recording(place):
     model = build("vit", METHODS["AHT"]()).eval().to(place)
     images, engine = images_for(model, 4).to(place), Engine(model)

@@ -40,8 +40,7 @@ class Engine(Keeper["AdaptiveViT"]):
         self.chosen: dict[tuple, str] = {}  # what was measured, for those who ask
 
     def __call__(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> Output:
-        cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        size = (images.shape, images.dtype, cast, _for_each(depths, images), _for_each(dial, images))
+        size = self._size(images, depths, dial)
         path = self._latest.get(size)
         out = None if path is None else path(images, depths, dial)
         # While the GPU is at work: were settings changed, weights written to, moved or exchanged since?
@@ -52,6 +51,21 @@ class Engine(Keeper["AdaptiveViT"]):
         if isinstance(path, Recording) and self.model.checks and not path.finite():
             self.model.check_logits(out.logits, images)
         return out
+
+    @staticmethod
+    def _size(images: Tensor, depths: Tensor | None, dial: Tensor | None) -> tuple:
+        cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        return images.shape, images.dtype, cast, _for_each(depths, images), _for_each(dial, images)
+
+    def inputs(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> list[Tensor | None]:
+        """Where the graph for batches like this one reads them, filled with it. A batch that is written there (from the
+        host at once, say) and given as these very tensors is not copied again; a call that gives others of this size
+        copies them there. Where there is no graph: the tensors given."""
+        self(images, depths, dial)
+        path = self._latest[self._size(images, depths, dial)]
+        if isinstance(path, Recording) and len(images) == path.most:
+            return list(path.inputs)
+        return [images, depths, dial]
 
     def _renewed(self, size: tuple, *given: Any) -> Path:
         if self._changed():

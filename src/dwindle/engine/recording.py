@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """One forward pass as a CUDA graph: inputs are copied in, results copied out."""
+    """One forward pass as a CUDA graph: inputs that do not lie there yet are copied in, results copied out."""
 
     def __init__(
         self,
@@ -75,9 +75,11 @@ class Recording:
     def __call__(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> Output:
         count = len(images)
         with self.turn:
-            mine = [held if count == self.most else held[:count] for held in self.inputs if held is not None]
-            # One call for all: on a slow host each is felt.
-            torch._foreach_copy_(mine, [given for given in (images, depths, dial) if given is not None])
+            held = [place if count == self.most else place[:count] for place in self.inputs if place is not None]
+            given = [x for x in (images, depths, dial) if x is not None]
+            foreign = [i for i, x in enumerate(given) if x is not held[i]]
+            if foreign:  # one call for all: on a slow host each is felt
+                torch._foreach_copy_([held[i] for i in foreign], [given[i] for i in foreign])
             if count != self.count:
                 self._admit(count)
             self.graph.replay()
