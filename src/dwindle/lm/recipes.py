@@ -91,7 +91,7 @@ def tsa_enwik8_compare() -> LMComparison:
 
     dwindle compare tsa_enwik8_compare --data DATA/enwik8 --out runs/tsa_enwik8
     """
-    return LMComparison(dataclasses.replace(tsa_enwik8(), eval_every=2500), windows=2048)
+    return LMComparison(dataclasses.replace(tsa_enwik8(), eval_every=2500), penalties=(0.0, 0.02), windows=2048)
 
 
 def tsa_small_compare() -> LMComparison:
