@@ -64,6 +64,20 @@ def test_masked_is_packed_where_only_those_that_run_ask(router, dtype, tolerance
     torch.testing.assert_close(model(ids[:2]).logits, packed.logits[:2], atol=tolerance, rtol=10 * tolerance)
 
 
+@pytest.mark.parametrize("piece", [2**10, 2**17])  # bytes: 8 pieces, 3
+def test_pieces_change_nothing_with_gradients_and_without(piece, monkeypatch):
+    model, ids = build(TSA(), torch.float64), ids_for(MANY // 23 + 1, 23)
+    masked = model(ids, "masked").logits
+    (expected,) = torch.autograd.grad(masked.square().mean(), model.lm.blocks[1].mlp_in.weight)
+    monkeypatch.setattr("dwindle.lm.execute.PIECE", piece)
+    packed = model(ids, "packed").logits
+    (found,) = torch.autograd.grad(packed.square().mean(), model.lm.blocks[1].mlp_in.weight)
+    torch.testing.assert_close(packed, masked, atol=1e-12, rtol=1e-11)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-11)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, "packed").logits, masked, atol=1e-12, rtol=1e-11)
+
+
 @pytest.mark.parametrize("router", ROUTERS)
 @torch.no_grad()
 def test_a_sequence_depends_on_itself_and_on_nothing_later(router):
@@ -179,13 +193,13 @@ def test_attention_is_its_definition(heads, weighted, new):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.6, 1.0])
-@pytest.mark.parametrize("heads, length", [(4, 9), (2, 4), (4, 24)])
+@pytest.mark.parametrize("heads, length", [(4, 9), (2, 4), (4, 24), (2, 3), (4, 2)])
 def test_attention_of_some_is_that_of_all(heads, length, share):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, length, h, 8, generator=generator).double() for h in (4, heads, heads))
     keep = torch.rand(3, length, generator=generator) < share
     keep[0, -1], keep[1] = True, False  # one sequence where nobody asks
-    out = attend_asked(lambda places: q[torch.arange(3)[:, None], places], k, v, Askers.of(keep))
+    out = attend_asked(q[keep], keep.nonzero()[:, 1], k, v, Askers.of(keep))
     torch.testing.assert_close(out, attend_causal_ref(q, k, v)[keep], atol=1e-12, rtol=1e-12)
 
 

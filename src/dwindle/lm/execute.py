@@ -26,6 +26,7 @@ from .tsa import TSA
 
 LAYOUTS = ("masked", "packed")
 MANY = 1024  # tokens, from which it pays on a CPU to find out who asks
+PIECE = 2**23  # bytes of a stream whose MLP takes 32 MiB: what malloc keeps; more is fresh pages every time
 
 
 @dataclass
@@ -142,8 +143,8 @@ class AdaptiveLM(nn.Module):
             torch._dynamo.maybe_mark_dynamic(rows, 0)  # who runs, and nothing else: known sizes make better code
             if askers is not None:
                 torch._dynamo.maybe_mark_dynamic(askers.home, 0)
-                torch._dynamo.maybe_mark_dynamic(askers.early, 1)
-                torch._dynamo.maybe_mark_dynamic(askers.late, 1)
+                for half in askers.halves:
+                    torch._dynamo.maybe_mark_dynamic(half, 1)
             return compiled(*given)
 
         self.compiled |= {(_rows_run, False): rows_run, (_masked, False): torch.compile(_masked)}
@@ -215,12 +216,6 @@ def _rows_run(
         everywhere = rows_T.new_zeros(len(flat), *rows_T.shape[1:])
         return everywhere.index_copy(0, rows, rows_T).unflatten(0, shape)
 
-    def asked(places: Tensor) -> Tensor:
-        """(B, n, H, E) queries of positions (B, n)."""
-        at = places + shape[1] * torch.arange(shape[0], device=x.device)[:, None]
-        turned = tuple(t.index_select(0, places.flatten()).unflatten(0, places.shape) for t in turns)
-        return block.queries(h.flatten(0, 1).index_select(0, at.flatten()).unflatten(0, places.shape), turned)
-
     if weight_BN is None:
         h = block.normed(x)
         k, v = block.keys_values(h, turns)
@@ -232,7 +227,8 @@ def _rows_run(
             cache.extend(depth, k, v, weight_BN)
         return x
     if askers is not None:
-        heard = attend_asked(asked, k, v, askers).flatten(-2)
+        q = block.queries(h.flatten(0, 1).index_select(0, rows), here())
+        heard = attend_asked(q, rows % shape[1], k, v, askers).flatten(-2)
     else:
         if weight_BN is not None:
             q = spread(block.queries(h, here()))
@@ -241,7 +237,10 @@ def _rows_run(
         else:  # moving queries there and back saves nothing over computing those that nobody asks for
             q = block.queries(h, turns)
         heard = _attend(block, q, k, v, weight_BN, cache, depth).flatten(0, 1).index_select(0, rows)
-    new = block.rest(live[None], heard[None])[0]  # as one sequence: x + h W of matrices is compiled to a copy and a sum
+    pieces = 1 if askers is None else min(-(-x.nbytes // PIECE), 8)  # each is compiled
+    # As one sequence each: x + h W of matrices is compiled to a copy and a sum.
+    news = [block.rest(a[None], b[None])[0] for a, b in zip(live.tensor_split(pieces), heard.tensor_split(pieces))]
+    new = torch.cat(news) if pieces > 1 else news[0]
     new = live + scale_BN.flatten().index_select(0, rows)[:, None].to(x.dtype) * (new - live)
     written = flat.index_copy(0, rows, new) if torch.is_grad_enabled() else flat.index_copy_(0, rows, new)
     return written.unflatten(0, shape)

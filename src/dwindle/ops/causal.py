@@ -5,7 +5,6 @@ Shapes: B sequences, n new rows of each, m rows so far (the new ones last), H he
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -65,38 +64,41 @@ def attend_causal(
 
 @dataclass(frozen=True)
 class Askers:
-    """Which of N tokens ask, the early half apart from the late one: an early token meets no late key.
+    """Where the T tokens that ask are, the early half of a sequence apart from the late one: it meets no late key.
 
-    Sequences with fewer askers than the most have some of their other tokens in the free places.
+    Sequences with fewer askers than the most have others' in the free places.
     """
 
-    early: Tensor  # (B, n) positions
-    late: Tensor  # (B, n')
+    halves: tuple[Tensor, Tensor]  # (B, n) which of the T; each with an n of its own
     home: Tensor  # (T,) where each asker is among the early ones of all sequences followed by the late ones
 
     @staticmethod
     def of(keep_BN: Tensor) -> Askers:
-        middle = keep_BN.shape[1] // 2
+        """N >= 2, and somebody asks."""
+        (batch, length), device = keep_BN.shape, keep_BN.device
+        rank = keep_BN.flatten().cumsum(0).view(batch, length) - 1  # which of the T a token is, if it asks
         places, homes, before = [], [], 0
-        for begin, part in ((0, keep_BN[:, :middle]), (middle, keep_BN[:, middle:])):
-            most = max(int(part.sum(1).amax()), 2)  # sizes of 0 and 1 would be compiled apart
-            places.append(begin + part.int().argsort(dim=1, descending=True, stable=True)[:, :most])
-            first = before + most * torch.arange(len(part), device=part.device)  # (B,)
-            homes.append(first[:, None] + part.cumsum(1) - 1)
-            before += places[-1].numel()
-        return Askers(places[0], places[1], torch.cat(homes, 1)[keep_BN])
+        for keep, ranks in zip(*(t.tensor_split([length // 2], 1) for t in (keep_BN, rank))):
+            count = keep.sum(1, keepdim=True)
+            most = max(int(count.amax()), 2)  # sizes of 0 and 1 would be compiled apart
+            first = ranks[:, -1:] - count + 1  # (B, 1)
+            places.append((first + torch.arange(most, device=device)).clamp(max=rank[-1, -1]))
+            homes.append(before + most * torch.arange(batch, device=device)[:, None] + ranks - first)
+            before += batch * most
+        return Askers((places[0], places[1]), torch.cat(homes, 1)[keep_BN])
 
 
-def attend_asked(queries: Callable[[Tensor], Tensor], k: Tensor, v: Tensor, askers: Askers) -> Tensor:
-    """(T, H, E): what `attend_causal` gives the askers, computed for them alone.
+def attend_asked(q_T: Tensor, place_T: Tensor, k: Tensor, v: Tensor, askers: Askers) -> Tensor:
+    """(T, H, E): what `attend_causal` gives tokens with queries (T, H, E) at positions (T,), computed for them alone.
 
-    queries: makes (B, n, H, E) of positions (B, n). For a CPU, where the fused call computes all scores of a short
-    sequence also where it is causal, and is as fast under a mask.
+    For a CPU, where the fused call computes all scores of a short sequence also where it is causal, and is as fast
+    under a mask.
     """
-    heard, middle = [], k.shape[1] // 2
-    for places, end in ((askers.early, middle), (askers.late, k.shape[1])):
-        seen = torch.arange(end, device=k.device) <= places[:, None, :, None]  # (B, 1, n, m)
-        q, keys, values = (t.transpose(1, 2) for t in (queries(places), k[:, :end], v[:, :end]))
+    heard = []
+    for who, end in zip(askers.halves, (k.shape[1] // 2, k.shape[1])):
+        asked, place = (t.index_select(0, who.flatten()).unflatten(0, who.shape) for t in (q_T, place_T))
+        seen = torch.arange(end, device=k.device) <= place[:, None, :, None]  # (B, 1, n, m)
+        q, keys, values = (t.transpose(1, 2) for t in (asked, k[:, :end], v[:, :end]))
         grouped = q.shape[1] != keys.shape[1]
         out = F.scaled_dot_product_attention(q, keys, values, seen, enable_gqa=grouped)
         heard.append(out.transpose(1, 2).flatten(0, 1))
