@@ -26,7 +26,6 @@ from .tsa import TSA
 
 LAYOUTS = ("masked", "packed")
 MANY = 1024  # tokens, from which it pays on a CPU to find out who asks
-PIECE = 2**23  # bytes of a stream whose MLP takes 32 MiB: what malloc keeps; more is fresh pages every time
 
 
 @dataclass
@@ -237,10 +236,7 @@ def _rows_run(
         else:  # moving queries there and back saves nothing over computing those that nobody asks for
             q = block.queries(h, turns)
         heard = _attend(block, q, k, v, weight_BN, cache, depth).flatten(0, 1).index_select(0, rows)
-    pieces = 1 if askers is None else min(-(-x.nbytes // PIECE), 8)  # each is compiled
-    # As one sequence each: x + h W of matrices is compiled to a copy and a sum.
-    news = [block.rest(a[None], b[None])[0] for a, b in zip(live.tensor_split(pieces), heard.tensor_split(pieces))]
-    new = torch.cat(news) if pieces > 1 else news[0]
+    new = block.rest(live[None], heard[None])[0]  # as one sequence: x + h W of matrices is compiled to a copy and a sum
     new = live + scale_BN.flatten().index_select(0, rows)[:, None].to(x.dtype) * (new - live)
     written = flat.index_copy(0, rows, new) if torch.is_grad_enabled() else flat.index_copy_(0, rows, new)
     return written.unflatten(0, shape)
