@@ -19,7 +19,7 @@ import urllib.parse
 from importlib.resources import files
 from pathlib import Path
 
-SLICE = 10.0  # seconds before the other side has its turn
+SLICE = 20.0  # seconds before the other side has its turn; while a slice begins and ends, batches are small
 
 
 def start(checkpoint: str) -> tuple[subprocess.Popen, str]:

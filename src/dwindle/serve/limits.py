@@ -27,7 +27,7 @@ class Limits:
     waiting: int = 256  # images accepted and not yet answered; beyond it 429
     seconds: float = 30.0  # for an answer, the wait for its batch included
     upload_seconds: float = 15.0  # for the body to arrive
-    batch: int = 16  # images that run together
+    batch: int = 32  # images that run together
     linger: float = 0.004  # seconds the first of a batch waits for company
 
     @property
