@@ -224,6 +224,27 @@ def test_a_card_says_what_the_config_knows(tmp_path):
     assert "top-1" not in write_card(tmp_path / "bare").read_text()
 
 
+def test_config_and_weights_of_two_models_are_not_taken_for_one(tmp_path, monkeypatch):
+    """As a kill leaves them between the two, when one model is saved over another."""
+    vit = BACKBONES["vit"]()
+    dwindle.save(dwindle.adapt(copy.deepcopy(vit), dwindle.AHT(stages=(1,), heirs="none")), tmp_path / "one")
+    replace = os.replace
+
+    def killed(source, target):
+        if os.fspath(target).endswith("config.json"):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        dwindle.save(dwindle.adapt(copy.deepcopy(vit), dwindle.AHT(stages=(1,), heirs="nearest")), tmp_path / "one")
+    monkeypatch.undo()
+    with pytest.raises(dwindle.DwindleError, match="two different models"):
+        dwindle.load(tmp_path / "one", vit=vit)
+    dwindle.save(dwindle.adapt(copy.deepcopy(vit), dwindle.AHT(stages=(1,), heirs="nearest")), tmp_path / "one")
+    assert dwindle.load(tmp_path / "one", vit=vit).method.heirs == "nearest"
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_what_calibration_set_is_kept(method, tmp_path):
     model = build("vit", METHODS[method]())

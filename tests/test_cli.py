@@ -6,6 +6,7 @@ import contextlib
 import csv
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -331,6 +332,9 @@ def test_names_are_not_markup(places, here):
     Path("a[/b] c").symlink_to(places["data"])
     assert run("eval {run} --data {odd} --workers 0", **places, odd="a[/b] c").json["images"] == 6
     refused(run("view {run} {odd}", **places, odd="[red]none.png"), "'[red]none.png'")
+    refused(run("eval {odd} --data {data}", **places, odd="x\\[/b]:fire:"), "x\\[/b]:fire:")
+    Path(os.fsdecode(b"\xff.png")).write_bytes((next(places["img"].glob("*.png"))).read_bytes())
+    assert run("view {run} {odd} --out seen", **places, odd=os.fsdecode(b"\xff.png")).code == 0
 
 
 # Bad input: a command and what its message must name
@@ -393,7 +397,7 @@ BAD = {
     "quantize {run} --out new --batch 0": "--batch",
     "quantize {run} --out new --limit 0": "--limit",
     "quantize {run} --out new --budget 2": "budget",
-    "bench tsa_shakespeare --data {data}": "is for images",
+    "bench tsa_shakespeare --data {data}": "is a folder",
     "export tsa_shakespeare --to onnx --out new.onnx": "is a language model",
     "predict tsa_shakespeare --data {data} --out new.parquet": "is a language model",
     "serve tsa_shakespeare": "is a language model",
@@ -509,6 +513,9 @@ def test_compare_report_and_search(places, here):
         ("report {static} --out x", "--data"),
         ("search tiny_tst --data {data} --out x", "did you mean 'tiny_test'"),
         ("search tiny_test --data {data} --out x --holdout 2", "2"),
+        ("compare tiny_compare --data {data} --out x --set seed=3", "--set seed=3"),
+        ("train tiny_test --data {data} --out x --set seed=4294967296", "seed = 4294967296"),
+        ("bench nosuchmodel", "give a timm model's name"),
     ],
 )
 def test_compare_report_and_search_refuse(line, said, places, here):

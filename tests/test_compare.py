@@ -18,6 +18,8 @@ from timm.models.vision_transformer import VisionTransformer
 import dwindle
 from dwindle.charts import tradeoff
 from dwindle.compare import Compare, Comparison, Entry, markdown, read_results, summarised
+from dwindle.files import write_text
+from dwindle.methods.avit import AViT
 from dwindle.recipes import tiny_test
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe
@@ -205,6 +207,24 @@ def test_a_dial_set_at_the_end_of_training_survives_a_kill(data, tmp_path, train
     result = list(comparing(data, tmp_path, comparison).results())[-1]
     assert seen != [0.5] and [result["options"]["threshold"]] == pytest.approx(seen)
     assert trained["Own-0.80-s0"] == 2
+
+
+def test_a_checkpoint_turned_after_training_is_there_before_its_result(data, tmp_path, trained, monkeypatch):
+    comparison = dataclasses.replace(COMPARISON, entries=(Entry("Own", "AViT", by_cost={0.8: {"target_depth": 4.0}}),), costs=(0.8,))
+
+    def fails(path, text):
+        if path.name.startswith("Own"):
+            raise KeyboardInterrupt
+        return write_text(path, text)
+
+    monkeypatch.setattr("dwindle.compare.write_text", fails)
+    with pytest.raises(KeyboardInterrupt):
+        list(comparing(data, tmp_path, comparison).results())
+    turned = dwindle.load(tmp_path / "runs" / "Own-0.80-s0").method.threshold
+    monkeypatch.undo()
+    result = list(comparing(data, tmp_path, comparison).results())[-1]
+    again = dwindle.load(tmp_path / "runs" / "Own-0.80-s0").method.threshold
+    assert turned == pytest.approx(result["options"]["threshold"]) == pytest.approx(again) != AViT().threshold
 
 
 def test_a_static_model_from_elsewhere_is_measured_not_trained(whole, data, tmp_path, trained):

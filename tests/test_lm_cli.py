@@ -93,6 +93,23 @@ def test_bench(places, monkeypatch):
     assert {"speedup", "reached", "tokens_per_s", "static_ms", "adaptive_ms"} <= result["rows"][0].keys()
 
 
+def test_bench_of_a_model_whose_text_is_elsewhere(places, tmp_path, monkeypatch):
+    monkeypatch.setattr("dwindle.lm.bench.compilable", lambda device: False)
+    monkeypatch.chdir(tmp_path)
+    run("train tsa_tiny_test --data {own} --out {out} --device cpu --set steps=2", **places, out=tmp_path / "own")
+    line = "bench {out} --batch 1 --fraction 1.0 --seconds 0 --device cpu"
+    alone = run(line, out=tmp_path / "own")
+    assert [row["decisions"] for row in alone.json["rows"]] == ["forced"] and "--data" in alone.err
+    named = run(line + " --data {own}", **places, out=tmp_path / "own").json
+    assert [row["decisions"] for row in named["rows"]] == ["forced", "own"]
+    refused(run(line + " --data nothere.txt", out=tmp_path / "own"), "no file")
+
+
+def test_what_is_generated_is_printed_as_it_is(places):
+    done = run("generate {run} --prompt A:fire: --length 4 --seed 0 --temperature 1e-40 --device cpu", **places)
+    assert done.out.startswith("A:fire:") and done.json["text"].startswith("A:fire:")
+
+
 def test_compare(places, tmp_path, monkeypatch):
     monkeypatch.setattr("dwindle.lm.compare.compilable", lambda device: False)
     line = "compare tsa_tiny_compare --out {out}/runs --results {out}/results --device cpu --set steps=10"
@@ -135,6 +152,12 @@ def test_compare(places, tmp_path, monkeypatch):
         ("generate {run} --prompt x --tau 7", "--tau = 7"),
         ("generate {run} --prompt x --length 0", "length = 0"),
         ("generate {run} --prompt x --temperature -1", "temperature = -1"),
+        ("generate {run} --prompt x --seed 99999999999999999999999", "seed = 9999"),
+        ("train tsa_tiny_test --set seed=99999999999 --out {root}/x", "seed = 9999"),
+        ("train tsa_tiny_test --set eval_windows=0 --out {root}/x", "eval_windows = 0"),
+        ("train tsa_tiny_test --set blocks=1 --out {root}/x", "blocks = 1"),
+        ("compare tsa_tiny_compare --set seed=7 --out {root}/x", "--set seed=7"),
+        ("compare tsa_tiny_compare --set method.tau=0.9 --out {root}/x", "--set method.tau=0.9"),
         ("generate aht_deit_tiny_imagenet --prompt x", "vision model"),
         ("generate nowhere --prompt x", "unknown checkpoint"),
         ("view {run} {empty}", "is empty"),

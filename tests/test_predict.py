@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from PIL import Image
 
 import dwindle
 from conftest import METHODS, build
+from dwindle import images
 from dwindle.cluster import Classify
 from dwindle.images import load_image, preprocess_of
 from dwindle.predict import predict
@@ -58,6 +60,37 @@ def test_every_row_once_and_the_broken_listed(places, tmp_path):
         assert row["gmacs"] == pytest.approx(float(model.macs(out.trace)) / 1e9, rel=1e-4)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["p.parquet", "p.parquet.errors.jsonl"]
     assert run(places, tmp_path / "p.parquet")["done_before"] == 23
+
+
+def test_odd_names_and_bent_metadata_stop_nothing(places, tmp_path, monkeypatch):
+    source = next(path for path in sorted(places["flat"].glob("*.png")) if path.name == "00.png")
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for name in (b"\xff\xe9.png", b"bent.png"):
+        Path(os.path.join(folder, os.fsdecode(name))).write_bytes(source.read_bytes())
+    upright = images.upright
+
+    def raises(image):
+        if image.filename.endswith("bent.png"):
+            raise TypeError("bad operand type for abs(): 'bytes'")
+        return upright(image)
+
+    monkeypatch.setattr(images, "upright", raises)
+    told = predict(str(places["model"]), str(folder), tmp_path / "p.parquet")
+    assert (told["rows"], told["failed"]) == (1, 1)
+    assert pq.read_table(told["out"]).to_pylist()[0]["image"] == "\\xff\\xe9.png"
+    assert "abs()" in Path(told["errors"]).read_text()
+
+
+def test_other_files_are_another_task(places, tmp_path, monkeypatch):
+    folder = tmp_path / "data"
+    shutil.copytree(places["flat"], folder)
+    told = predict(str(places["model"]), str(folder), tmp_path / "p.parquet", part=6)
+    monkeypatch.chdir(tmp_path)
+    assert predict(str(places["model"]), "data", tmp_path / "p.parquet", part=6)["done_before"] == told["images"]
+    (folder / "04.png").write_bytes((folder / "00.png").read_bytes())
+    with pytest.raises(dwindle.DwindleError, match="something else"):
+        predict(str(places["model"]), str(folder), tmp_path / "p.parquet", part=6)
 
 
 def test_names_from_a_parquet_file(places, tmp_path):

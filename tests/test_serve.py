@@ -35,6 +35,7 @@ from dwindle.serve.app import create_app
 from dwindle.serve.batching import Batcher
 from dwindle.serve.limits import Limits, authorised
 from dwindle.serve.models import Served
+from dwindle.serve.run import served_models
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (40, 50), kind: str = "PNG") -> bytes:
@@ -439,3 +440,9 @@ def test_the_page_in_a_browser(address, tmp_path):
         assert browser.js("document.documentElement.scrollWidth") <= 390
     finally:
         browser.close()
+
+
+@pytest.mark.parametrize("names", [["a/one", "b/one"], ["runs/static"], ["one", "ToMe"]])
+def test_no_two_models_have_a_name(names):
+    with pytest.raises(dwindle.DwindleError, match="same name"):
+        served_models(names)

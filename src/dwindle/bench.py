@@ -32,7 +32,8 @@ def model_to_bench(name: str) -> AdaptiveViT:
     if name in shipped() or Path(name).exists() or "/" in name:
         return load_halting(name)
     if not timm.is_model(name):
-        raise unknown("model or checkpoint", name, [*timm.list_models(), *shipped()])
+        hint = "give a timm model's name, a checkpoint folder or a shipped name"
+        raise unknown("model or checkpoint", name, [*timm.list_models(), *shipped()], hint)
     vit = timm.create_model(name)
     blocks = backbone_of(vit).shape.blocks
     return adapt(vit, AHT(stages=(max(blocks // 4, 1), max(blocks // 2, 1), max(3 * blocks // 4, 1))))

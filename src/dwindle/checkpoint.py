@@ -6,6 +6,7 @@ The weights keep their names: those of the ViT as timm or Hugging Face call them
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -44,7 +45,8 @@ def save(
     extra: dict[str, Any] | None = None,
     weights: dict[str, Tensor] | None = None,
 ) -> Path:
-    """Write a checkpoint folder. It appears whole or not at all, also when the process is killed.
+    """Write a checkpoint folder. A new one appears whole or not at all, also when the process is killed. In one that is
+    there already weights and config are replaced one after the other; `load` refuses those that a kill kept apart.
 
     what: 'all', or 'method' for only what the method added. half: store weights in float16.
     extra: JSON kept in the config (data, preprocessing, results); `load` hands it back as `model.extra`.
@@ -66,12 +68,14 @@ def save(
     chosen = {name: value for name, value in state.items() if what == "all" or name.startswith("method.")}
     stored = {name.removeprefix("vit."): _storable(value, half) for name, value in chosen.items()}
 
+    config["id"] = hashlib.sha256(json.dumps(config).encode()).hexdigest()  # which config and weights belong together
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = folder.parent / f".{folder.name}-{uuid4().hex}"
     scratch.mkdir()
     try:
         (scratch / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        write_weights(scratch / WEIGHTS, stored, metadata={"format": "pt"})
+        write_weights(scratch / WEIGHTS, stored, metadata={"format": "pt", "id": config["id"]})
         _swap_in(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -124,7 +128,7 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
         return _own(folder, config)
     if method["name"] not in Method.registry:
         raise unknown("method", method["name"], Method.registry, hint=f"{folder / CONFIG} was saved with it")
-    weights = read_weights(folder / WEIGHTS)
+    weights = read_both(folder, config)
     if vit is None:
         if config["saved"] == "method" or backbone["options"] is None:
             raise DwindleError(
@@ -182,7 +186,7 @@ def _own(folder: Path, config: dict[str, Any]) -> Any:
         raise DwindleError(
             f"{folder / CONFIG} has settings this version does not know ({error}); {OTHER_VERSION}."
         ) from error
-    fill(model, read_weights(folder / WEIGHTS), folder)
+    fill(model, read_both(folder, config), folder)
     model.extra = config.get("extra", {})
     return model.eval()
 
@@ -241,6 +245,21 @@ def read_config(folder: Path) -> dict[str, Any]:
     if "saved" not in config or any(name not in (config.get(part) or {}) for part, names in parts for name in names):
         raise DwindleError(f"{path} lacks what describes the model; the checkpoint is damaged, take another copy.")
     return config
+
+
+def read_both(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights that were saved with this config."""
+    from safetensors import safe_open
+
+    weights = read_weights(folder / WEIGHTS)
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        saved = (file.metadata() or {}).get("id")
+    if saved is not None and saved != config.get("id"):
+        raise DwindleError(
+            f"{folder} holds {CONFIG} and {WEIGHTS} of two different models, since saving one over the other was cut "
+            "short; save it again, or take another copy."
+        )
+    return weights
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -55,6 +55,13 @@ def compare(
     from .train.recipe import changed, find_comparison
 
     plan = find_comparison(comparison)()
+    for change in set or []:
+        name = change.partition("=")[0].strip()
+        if name in ("seed", "method") or name.startswith("method."):
+            raise DwindleError(
+                f"--set {change}: a comparison has methods and seeds of its own; change conditions that all share, as "
+                "by epochs=20, or write a comparison with others."
+            )
     plan = dataclasses.replace(plan, base=changed(plan.base, set or []))
     names = [name.strip() for name in only.split(",")] if only else None
     if language.is_recipe(plan.base):

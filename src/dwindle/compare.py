@@ -209,11 +209,8 @@ class Compare:
         turned = dial is not None and not {"budget", dial[0]} & recipe.method_options.keys()
         if turned:  # its cost followed from training alone
             calibrate(model, run.typical(), cost)
-        path = self._path(entry.name, cost, seed)
-        packed = self._write(path, entry.name, entry.group, run, model, cost, seed, seconds)
-        if turned:
-            save(model, folder, extra={"results": packed})
-            write_card(folder)
+        path, turned_in = self._path(entry.name, cost, seed), folder if turned else None
+        self._write(path, entry.name, entry.group, run, model, cost, seed, seconds, turned_in)
 
     def _turned(self, entry: Entry, costs: list[float], seed: int) -> None:
         """One model, its dial turned to each cost on training images."""
@@ -262,8 +259,18 @@ class Compare:
         return run, load(folder).to(run.device), run.seconds_per_epoch
 
     def _write(
-        self, path: Path, name: str, group: str, run: Run, model: AdaptiveViT, cost: float, seed: int, seconds: float
-    ) -> dict[str, float]:
+        self,
+        path: Path,
+        name: str,
+        group: str,
+        run: Run,
+        model: AdaptiveViT,
+        cost: float,
+        seed: int,
+        seconds: float,
+        turned_in: Path | None = None,
+    ) -> None:
+        """turned_in: where the model's checkpoint lies, if it has changed since."""
         packed, masked = run.evaluate(model=model), run.evaluate("masked", model=model)
         speed = run.steps_per_epoch * run.batch / seconds if seconds else None
         teacher = run.learn.teacher
@@ -285,8 +292,10 @@ class Compare:
             "taught": run.recipe.teacher is not None,
             "machine": machine(run.device),
         }
+        if turned_in is not None:  # before the result, which once there is not made again
+            save(model, turned_in, extra={"results": packed})
+            write_card(turned_in)
         write_text(path, json.dumps(result, indent=1) + "\n")
-        return packed
 
 
 def slug(name: str) -> str:

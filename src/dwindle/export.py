@@ -5,6 +5,7 @@ A file is checked against the model it was made from before it gets its name: sa
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
@@ -98,7 +99,7 @@ def export(model: AdaptiveViT, to: str, out: str | os.PathLike, *, seconds: floa
             result["speed"] = _race(model, draft, photos, write, open_, static, seconds)
         os.replace(draft, path)
     finally:
-        for left in path.parent.glob(f"*{draft.name}"):
+        for left in path.parent.glob(f"*{glob.escape(draft.name)}"):
             left.unlink()
     return result | {"bytes": path.stat().st_size}
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, also when the process is killed."""
+"""Files that appear whole or not at all, also when the process is killed; and their names."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from uuid import uuid4
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def shown(name: str) -> str:
+    """A file's name as text that can be printed and stored: bytes that are no UTF-8 by their value."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import math
 import os
-import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,7 +34,7 @@ def load_image(source: str | os.PathLike | bytes, what: str | None = None) -> Im
                 big = f"{image.width}x{image.height} pixels, more than the {MAX_PIXELS} that are safe"
                 raise DwindleError(f"The image {what} has {big}; shrink it first.")
             return upright(image)
-    except DwindleError:
+    except (DwindleError, MemoryError):
         raise
     except FileNotFoundError as error:
         raise DwindleError(f"There is no file {what}; check the path.") from error
@@ -43,7 +42,7 @@ def load_image(source: str | os.PathLike | bytes, what: str | None = None) -> Im
         raise DwindleError(
             f"Cannot decode the image {what}: it is damaged or none of {', '.join(FORMATS)}; replace it."
         ) from error
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
+    except Exception as error:  # damaged bytes, or metadata alone, may make a decoder raise anything
         raise DwindleError(f"Cannot decode the image {what}: {error}; replace or remove it.") from error
 
 

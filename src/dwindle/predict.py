@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .checkpoint import CONFIG, WEIGHTS, find, load_halting
 from .errors import DwindleError
-from .files import draft, write_text
+from .files import draft, shown, write_text
 from .images import preprocess_of
 from .model import AdaptiveViT
 from .train.data import EXTENSIONS, Images, Parquet, from_file, open_data
@@ -179,8 +179,14 @@ def _schema() -> Any:
 
 
 def _identity(checkpoint: str, data: str) -> str:
-    """Of the model's weights and the data's name: parts of two tasks never meet in one file."""
-    folder, digest = find(checkpoint), hashlib.sha256(data.encode())
+    """Of the model's weights and the data: parts of two tasks never meet in one file. Files are told apart by their
+    names, sizes and times."""
+    folder, place = find(checkpoint), Path(data).expanduser().resolve()
+    digest = hashlib.sha256(os.fsencode(place) if place.exists() else data.encode())
+    for path in sorted(place.rglob("*")) if place.is_dir() else [place] if place.exists() else []:
+        if not path.is_dir():
+            about = path.lstat()
+            digest.update(os.fsencode(path.relative_to(place)) + f" {about.st_size} {about.st_mtime_ns}\n".encode())
     for name in (CONFIG, WEIGHTS):
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())
@@ -204,7 +210,7 @@ def _is_image(path: Path) -> bool:
 def _name(images: Images, i: int) -> str | None:
     source, row = images.source, int(images.rows[i])
     if isinstance(source, partial) and source.func is from_file:
-        return os.fsdecode(source.args[1][row])
+        return shown(os.fsdecode(source.args[1][row]))
     return source.path(row) if isinstance(source, Parquet) else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,12 +12,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from .errors import DwindleError, unknown
+from .files import shown
 
-console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
+console, aside = Console(highlight=False, emoji=False), Console(stderr=True, highlight=False, emoji=False)
 BEGUN = ".begun"  # in the folder of a run that has not ended
 
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint folder, a shipped name, or a Hub id.")]
@@ -37,7 +40,8 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda; by itself a GPU w
 
 
 def plain(text: str) -> str:
-    return text.replace("[", "\\[")
+    """Text for rich to print as it is."""
+    return escape(shown(text))
 
 
 def finish(result: dict[str, Any]) -> None:
@@ -74,6 +78,10 @@ def device_for(given: str | None) -> str:
         raise unknown("device", given, ["cpu", "cuda"])
     if given.startswith("cuda") and not torch.cuda.is_available():
         raise DwindleError("--device cuda: this machine has no CUDA GPU that torch can use; take --device cpu.")
+    if given.startswith("cuda:") and int(given[5:]) >= (count := torch.cuda.device_count()):
+        raise DwindleError(
+            f"--device {given}: this machine has {count} (cuda:0 to cuda:{count - 1}); take one of them."
+        )
     return given
 
 
@@ -148,12 +156,18 @@ def claimed(out: Path) -> Iterator[None]:
     (out / BEGUN).unlink(missing_ok=True)
 
 
+def folder_for(out: Path) -> None:
+    """Before the work, not after it: results need a folder."""
+    if any(path.is_file() for path in (out, *out.parents)):
+        raise DwindleError(f"'{out}' cannot be a folder, there is a file of that name; choose another --out.")
+
+
 def numbers(option: str, text: str, kind: Any) -> list[Any]:
     try:
         values = [kind(part) for part in text.split(",")]
     except ValueError:
         values = []
-    if not values or min(values) <= 0:
+    if not values or not all(0 < value < math.inf for value in values):
         example = "1,8,32" if kind is int else "1.0,0.52"
         raise DwindleError(f"{option} {text}: expected numbers above 0, separated by commas, such as {example}.")
     return values

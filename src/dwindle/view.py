@@ -25,6 +25,7 @@ from .drawing import (
     veil,
 )
 from .errors import DwindleError
+from .files import shown
 from .trace import Trace
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ def draw(
     titles: Sequence[str | None] | None = None,
 ) -> list[Path]:
     """Write `<name>.png` and `<name>_layers.png` of every image, and `summary.png`, into the folder `out`."""
-    folder, images, titles = Path(out), list(images), names if titles is None else titles
+    folder, images, names = Path(out), list(images), [shown(str(name)) for name in names]
+    titles = names if titles is None else titles
     if not len(images) == len(names) == len(titles) == len(trace.depth):
         raise DwindleError(
             f"The trace is of {len(trace.depth)} images, but {len(images)} images, {len(names)} names and "

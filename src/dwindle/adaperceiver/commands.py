@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 
 from ..errors import DwindleError, unknown
 from ..files import write_text
-from ..terminal import Checkpoint, Data, Device, device_for, finish, numbers, progress_bar, show_table
+from ..terminal import Checkpoint, Data, Device, device_for, finish, folder_for, numbers, progress_bar, show_table
 
 
 def register(app: typer.Typer) -> None:
@@ -32,8 +33,8 @@ def load_network(checkpoint: str, dense: bool = False) -> Any:
 def _check(**least: tuple[float | None, float]) -> None:
     """Options by name: what was given, if anything, and the least it may be."""
     for name, (given, low) in least.items():
-        if given is not None and given < low:
-            raise DwindleError(f"--{name} {given}: it must be at least {low}.")
+        if given is not None and not low <= given < math.inf:
+            raise DwindleError(f"--{name} {given}: it must be at least {low}, and finite.")
 
 
 def preprocess_for(model: Any) -> Any:
@@ -112,6 +113,7 @@ def grid(
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     _check(batch=(batch, 1), limit=(limit, 1), seconds=(seconds, 0))
+    folder_for(out)
     model, place = load_network(checkpoint, dense=True), device_for(device)
     more = numbers("--between", between, int) if between else []
     model.check_tokens(more)
@@ -173,6 +175,8 @@ def policies(
     from .grid import grid as look
 
     _check(batch=(batch, 1), limit=(limit, 1), epochs=(epochs, 0))
+    if out is not None:
+        folder_for(out)
     model, place = load_network(checkpoint), device_for(device)
     taus, lambdas = numbers("--thresholds", thresholds, float), numbers("--prices", prices, float)
     if max(taus) > 1:

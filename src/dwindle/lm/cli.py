@@ -14,6 +14,7 @@ import torch
 from ..checkpoint import LANGUAGE, family_of, find, read_config
 from ..drawing import file_stems, save_figure
 from ..errors import DwindleError
+from ..files import write_text
 from ..methods.base import require
 from ..terminal import aside, claimed, console, device_for, finish, plain, progress_bar, resumes, shared, show_table
 from .compare import LMCompare, LMComparison, markdown, summarised
@@ -109,7 +110,7 @@ def compare(
     columns = ["name", "seeds", "loss", "gap", "tlops_saved", "macs_saved", "loss_soft", "tau"]
     show_table(name, columns, [["" if row.get(c) is None else row[c] for c in columns] for row in summary])
     table = work.folder / "table.md"
-    table.write_text(markdown(summary))
+    write_text(table, markdown(summary))
     drawn = figures(rows, plan.allowed, name.removesuffix("_compare")) if rows else {}
     paths = [str(save_figure(figure, work.folder / f"{stem}.png")) for stem, figure in drawn.items()]
     finish({"results": summary, "table": str(table), "figures": paths})
@@ -150,15 +151,23 @@ def bench(
     dtype: str,
     seconds: float,
     device: str | None,
+    data: str | None,
     **for_images: Any,
 ) -> None:
+    """data: a text for the router's own decisions, by itself the model's, where it is there."""
     from .bench import bench_lm, compilable
 
     _only_for_images(**for_images)
     model, vocabulary = _opened(checkpoint, None)
-    place = device_for(device)
+    place, ids = device_for(device), None
+    try:
+        ids = open_text(data or model.extra["data"]["train"], vocabulary).val
+    except DwindleError as error:
+        if data is not None:
+            raise
+        aside.print(plain(f"Only forced decisions are timed: {error} Or name a text: --data."), soft_wrap=True)
     with progress_bar() as bar:
-        task = bar.add_task("timing", total=len(batches) * (len(fractions) + 1))
+        task = bar.add_task("timing", total=len(batches) * (len(fractions) + (ids is not None)))
         result = bench_lm(
             model,
             batches,
@@ -166,7 +175,7 @@ def bench(
             place,
             dtype,
             seconds,
-            ids=open_text(model.extra["data"]["train"], vocabulary).val,
+            ids=ids,
             compiled=compilable(place),
             progress=lambda row: bar.advance(task),
         )
@@ -237,7 +246,7 @@ def generate(
     made = write(model.to(place), ids, length, temperature=temperature, top_k=top_k, seed=seed)
     seconds = time.perf_counter() - begin
     text = vocabulary.decode(made.ids[0])
-    console.print(plain(text), markup=True, soft_wrap=True)
+    console.print(text, markup=False, soft_wrap=True)
     saved = 1 - made.live.double().mean().item()
     result: dict[str, Any] = {"text": text, "characters": length, "tlops_saved": round(saved, 4)}
     result |= {"tau": getattr(model.method, "tau", None), "tokens_per_s": round(length / seconds, 1)}

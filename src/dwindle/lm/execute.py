@@ -26,6 +26,7 @@ from .tsa import TSA
 
 LAYOUTS = ("masked", "packed")
 MANY = 1024  # tokens, from which it pays on a CPU to find out who asks
+SHORT = 512  # tokens of a sequence: of a longer one torch's causal call does not compute all scores
 
 
 @dataclass
@@ -118,7 +119,7 @@ class AdaptiveLM(nn.Module):
                 x = self._best(_masked, cache)(*given)
             else:
                 plain = weight is None and cache is None and not self.training  # no other keys, no dropout
-                alone = plain and x.device.type == "cpu" and shape[1] >= 4 and ids.numel() >= MANY
+                alone = plain and x.device.type == "cpu" and 4 <= shape[1] <= SHORT and ids.numel() >= MANY
                 askers = Askers.of(gate.keep) if alone and gate is not None else None
                 x = self._best(_rows_run, cache)(*given, rows, askers)
             trace.lives.append(Where(shape, everyone if gate is None else gate.keep))

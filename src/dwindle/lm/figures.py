@@ -83,7 +83,7 @@ def tradeoff(results: Results, title: str) -> Figure:
     axis.set(
         xlabel="TLOps saved (%)", ylabel="validation loss (nats)", ylim=(low, high), xlim=(-2, max(1.25 * right, 10))
     )
-    seeds = sorted({len(group) for group in groups.values()}) or [0]
+    seeds = sorted({len(group) for group in groups.values()})
     many = str(seeds[-1]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     tidy(axis, f"mean over {many} seeds; bars: standard deviation" if seeds[-1] > 1 else "one seed")
     axis.legend(fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -38,6 +38,7 @@ def generate(
     require(length >= 1, f"length = {length}", "it must be at least 1")
     require(temperature >= 0, f"temperature = {temperature}", "it must be at least 0")
     require(top_k is None or top_k >= 1, f"top_k = {top_k}", "it must be at least 1")
+    require(seed is None or 0 <= seed < 2**63, f"seed = {seed}", "it must lie in [0, 2^63)")
     context = model.backbone.shape.context
     if not prompt.numel():
         raise DwindleError("The prompt is empty; give it at least one character.")
@@ -72,7 +73,7 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
     scores = wide(logits)
     if temperature == 0:
         return scores.argmax(-1)
-    scores = scores / temperature
+    scores = (scores - scores.amax(-1, keepdim=True)) / max(temperature, torch.finfo(scores.dtype).tiny)
     if top_k is not None and top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
     return torch.multinomial(scores.softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import CONFIG, LANGUAGE, OTHER_VERSION, WEIGHTS, as_options, fill, find, read_config, read_weights
+from ..checkpoint import CONFIG, LANGUAGE, OTHER_VERSION, as_options, fill, find, read_both, read_config
 from ..errors import DwindleError, unknown
 from .execute import AdaptiveLM, adapt_lm
 from .model import CharLM, LMSize
@@ -28,7 +28,7 @@ def load_lm(source: Any, *, lm: Any = None) -> AdaptiveLM:
         )
     if method["name"] not in Router.registry:
         raise unknown("router", method["name"], Router.registry, hint=f"{folder / CONFIG} was saved with it")
-    weights = read_weights(folder / WEIGHTS)
+    weights = read_both(folder, config)
     if lm is None:
         if config["saved"] == "method":
             raise DwindleError(f"{folder} does not hold its language model; pass the model it belongs to as lm=...")

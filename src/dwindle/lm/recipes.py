@@ -98,7 +98,7 @@ def tsa_enwik8_compare() -> LMComparison:
 def tsa_small_compare() -> LMComparison:
     """The comparison at a size a CPU trains: about 2 minutes for each of 8 trainings and seed on one core.
 
-    dwindle compare tsa_small_compare --out runs/tsa_small --set seed=0
+    dwindle compare tsa_small_compare --out runs/tsa_small
     """
     base = dataclasses.replace(tsa_shakespeare(), blocks=4, steps=500, eval_every=500)
     return LMComparison(base, penalties=(0.0, 0.02), seeds=(0,), windows=128)

@@ -35,7 +35,7 @@ class Vocabulary:
     def encode(self, text: str | bytes, what: str = "The text") -> Tensor:
         """(N,) uint8 or int32."""
         if self.characters is None:
-            data = text if isinstance(text, bytes) else text.encode()
+            data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
             return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
         text = text.decode() if isinstance(text, bytes) else text
         points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)

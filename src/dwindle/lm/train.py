@@ -64,6 +64,9 @@ class LMRecipe:
         lowest |= dict.fromkeys(("lr", "min_lr", "warmup", "weight_decay", "clip", "seed"), 0)
         for name, low in lowest.items():
             require(getattr(self, name) >= low, f"{name} = {getattr(self, name)}", f"it must be at least {low}")
+        require(self.seed < 2**32, f"seed = {self.seed}", "it must be below 2^32")
+        few = self.eval_windows is not None and self.eval_windows < 1
+        require(not few, f"eval_windows = {self.eval_windows}", "it must be at least 1, or None for all")
         require(0 <= self.beta2 < 1, f"beta2 = {self.beta2}", "it must lie in [0, 1)")
 
     def make_router(self) -> Router:

@@ -49,6 +49,7 @@ class TSA(Router):
 
     def bind(self, shape: LMShape) -> None:
         super().bind(shape)
+        require(shape.blocks >= 2, f"blocks = {shape.blocks}", "all tokens run the first, so TSA needs at least 2")
         self.gates = nn.ModuleList(_gate(shape.width, self._hidden, self.open) for _ in range(shape.blocks - 1))
 
     def gate(self, now: Moment) -> Gate | None:

@@ -18,6 +18,7 @@ from ..methods.tome import ToMe
 from .limits import Limits
 from .models import Served, beside
 
+BESIDE = ("ToMe", "static")  # what needs no training, on the first checkpoint's weights
 SWITCH = 2e-4  # seconds
 KEPT = 1 << 30  # bytes
 
@@ -37,10 +38,13 @@ def served_models(checkpoints: Sequence[str], device: str = "cpu") -> list[Serve
     """The checkpoints; and on the first one's weights the methods that need no training, to lay beside it."""
     names = list(checkpoints) or [DEMO]
     short = [name.rstrip("/").rsplit("/", 1)[-1] for name in names]
-    if len(set(short)) < len(short):
-        raise DwindleError(f"Two of the checkpoints {', '.join(names)} have the same name; rename one.")
+    if len({*short, *BESIDE}) < len(short) + len(BESIDE):
+        raise DwindleError(
+            f"Two of the checkpoints {', '.join(names)} have the same name, or one has that of a model served beside "
+            f"them ({', '.join(BESIDE)}); rename it."
+        )
     models = [Served(name, load_halting(source).to(device)) for name, source in zip(short, names)]
-    models += [beside(models[0], ToMe(budget=0.67), "ToMe"), beside(models[0], Static(), "static")]
+    models += [beside(models[0], method, name) for name, method in zip(BESIDE, (ToMe(budget=0.67), Static()))]
     for model in models:
         model.warm(Limits.batch)
     return models

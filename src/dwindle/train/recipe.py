@@ -74,6 +74,7 @@ class Recipe:
         lowest |= dict.fromkeys(("mixup", "cutmix", "teacher_weight", "label_weight"), 0)
         for name, low in lowest.items():
             require(getattr(self, name) >= low, f"{name} = {getattr(self, name)}", f"it must be at least {low}")
+        require(self.seed < 2**32, f"seed = {self.seed}", "it must be below 2^32")
         for name in ("smoothing", "ema", "min_scale", "mix_prob", "jitter"):
             require(0 <= getattr(self, name) <= 1, f"{name} = {getattr(self, name)}", "it must lie between 0 and 1")
         for name, known in (("distill", DISTILLATIONS), ("parallel", PARALLELS), ("layout", tuple(LAYOUTS))):

@@ -20,6 +20,7 @@ from torch import Tensor
 from .. import ranks
 from ..cost import budget_share
 from ..errors import DwindleError
+from ..files import write_text
 from ..methods import Method
 from .batches import mix
 from .data import Images, hold_out, open_data
@@ -203,5 +204,5 @@ def _result(study: optuna.Study, folder: Path) -> dict[str, Any]:
     if all(row["value"] is None for row in rows):
         raise DwindleError(f"The loss diverged in all {len(rows)} trials; lower lr, or search a space of lower values.")
     result = {**_row(study.best_trial), "trials": rows}
-    (folder / RESULT).write_text(json.dumps(result, indent=2) + "\n")
+    write_text(folder / RESULT, json.dumps(result, indent=2) + "\n")
     return result
