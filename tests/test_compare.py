@@ -210,7 +210,8 @@ def test_a_dial_set_at_the_end_of_training_survives_a_kill(data, tmp_path, train
 
 
 def test_a_checkpoint_turned_after_training_is_there_before_its_result(data, tmp_path, trained, monkeypatch):
-    comparison = dataclasses.replace(COMPARISON, entries=(Entry("Own", "AViT", by_cost={0.8: {"target_depth": 4.0}}),), costs=(0.8,))
+    entry = Entry("Own", "AViT", by_cost={0.8: {"target_depth": 4.0}})
+    comparison = dataclasses.replace(COMPARISON, entries=(entry,), costs=(0.8,))
 
     def fails(path, text):
         if path.name.startswith("Own"):

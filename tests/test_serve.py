@@ -32,7 +32,7 @@ import httpx
 from fastapi.testclient import TestClient
 
 from dwindle.serve.app import create_app
-from dwindle.serve.batching import Batcher
+from dwindle.serve.batching import Batcher, Job
 from dwindle.serve.limits import Limits, authorised
 from dwindle.serve.models import Served
 from dwindle.serve.run import served_models
@@ -98,6 +98,17 @@ def test_batches_run_beside_each_other_and_share_the_cores():
         batcher.close()
         torch.set_num_threads(before)
     assert not batcher.alive
+
+
+def test_a_batch_waits_for_images_on_their_way_while_others_run():
+    batcher = Batcher(Limits(linger=0.0, linger_busy=20.0), workers=0)
+    batcher.jobs.append(Job(None, None))
+    batcher.admitted = 2
+    assert batcher._linger() <= 0  # cores are idle
+    batcher.busy, batcher.running, batcher.admitted = 1, 3, 5
+    assert batcher._linger() > 10
+    batcher.admitted = 4
+    assert batcher._linger() <= 0  # all are here
 
 
 def test_bytes_and_json_get_the_same_answer(client):

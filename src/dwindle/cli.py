@@ -223,7 +223,10 @@ def bench(
         str | None, typer.Option(help="Static variants: eager; on a GPU also graph, compile. All by default.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Real images, on which a checkpoint decides by itself; no --fraction then.")
+        str | None,
+        typer.Option(
+            help="Real images, on which a checkpoint decides by itself; no --fraction then. Language model: a text."
+        ),
     ] = None,
     device: Device = None,
 ) -> None:

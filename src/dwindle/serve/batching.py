@@ -69,6 +69,7 @@ class Batcher:
         self.closing = False
         self.admitted = 0  # images accepted and not yet answered
         self.busy = 0  # batches that run now
+        self.running = 0  # images in them
         named = [f"dwindle-models-{number}" for number in range(workers)]
         self.threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in named]
         for thread in self.threads:
@@ -122,6 +123,8 @@ class Batcher:
             self._run(batch)
             with self.wake:
                 self.busy -= 1
+                self.running -= len(batch)
+                self.wake.notify()  # whoever waits for company may have no reason left
             if self.ran:
                 self.ran(len(batch), time.monotonic() - begin)
 
@@ -135,6 +138,7 @@ class Batcher:
                 else:
                     self.busy += 1
                     batch = self._take()
+                    self.running += len(batch)
                     if self.jobs:
                         self.wake.notify()  # enough for another thread
                     return batch
@@ -144,7 +148,9 @@ class Batcher:
         """Seconds that the first still waits for company."""
         if len(self.jobs) >= self.limits.batch or self.closing:
             return 0.0
-        return self.jobs[0].arrived + self.limits.linger - time.monotonic()
+        coming = self.busy > 0 and self.admitted > self.running + len(self.jobs)  # being read or decoded
+        patience = self.limits.linger_busy if coming else self.limits.linger
+        return self.jobs[0].arrived + patience - time.monotonic()
 
     def _take(self) -> list[Job]:
         """The first, and those after it that can share its batch."""

@@ -29,6 +29,7 @@ class Limits:
     upload_seconds: float = 15.0  # for the body to arrive
     batch: int = 32  # images that run together
     linger: float = 0.004  # seconds the first of a batch waits for company
+    linger_busy: float = 0.06  # the same while other batches run and more images are on their way: cores are not idle
 
     @property
     def body(self) -> int:

@@ -32,7 +32,8 @@ class Metrics:
         parts: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter("dwindle_requests", "Requests answered", ["route", "status"], **parts)
         self.seconds = Histogram("dwindle_request_seconds", "From first byte in to last byte out", ["route"], **parts)
-        self.batches = Histogram("dwindle_batch_images", "Images that ran together", buckets=(1, 2, 4, 8, 16), **parts)
+        sizes = (1, 2, 4, 8, 16, 32)
+        self.batches = Histogram("dwindle_batch_images", "Images that ran together", buckets=sizes, **parts)
         self.busy = Counter("dwindle_model_seconds", "Time the models ran", **parts)
         self.waiting = Gauge("dwindle_waiting_images", "Images accepted and not yet answered", **parts)
 
