@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from conftest import METHODS, build
 from dwindle import images
 from dwindle.cluster import Classify
 from dwindle.images import load_image, preprocess_of
-from dwindle.predict import predict
+from dwindle.predict import Parts, predict
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,18 @@ def test_other_files_are_another_task(places, tmp_path, monkeypatch):
     (folder / "04.png").write_bytes((folder / "00.png").read_bytes())
     with pytest.raises(dwindle.DwindleError, match="something else"):
         predict(str(places["model"]), str(folder), tmp_path / "p.parquet", part=6)
+
+
+def test_predictions_may_lie_beside_the_images(places, tmp_path, monkeypatch):
+    """What a run writes is no other data to the next one, nor to a process that starts while it writes."""
+    folder = tmp_path / "data"
+    shutil.copytree(places["flat"], folder)
+    ask = partial(predict, str(places["model"]), str(folder), folder / "p.parquet", part=6)
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(Parts, "join", lambda task: (_ for _ in ()).throw(KeyboardInterrupt()))
+        ask()
+    assert len(list((folder / "p.parquet.parts").glob("*.parquet"))) == 4
+    assert ask()["done_before"] == ask()["done_before"] == 23
 
 
 def test_names_from_a_parquet_file(places, tmp_path):

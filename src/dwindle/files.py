@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from .errors import DwindleError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -16,6 +18,12 @@ if TYPE_CHECKING:
 def shown(name: str) -> str:
     """A file's name as text that can be printed and stored: bytes that are no UTF-8 by their value."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def check_folder(out: Path) -> None:
+    """That results can go there; best asked before the work."""
+    if any(path.is_file() for path in (out, *out.parents)):
+        raise DwindleError(f"'{out}' cannot be a folder, there is a file of that name; choose another --out.")
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def predict(
     images = open_images(data)
     if limit is not None:
         images = images.select(np.arange(min(limit, len(images))))
-    task = Parts(path, len(images), part, _identity(checkpoint, data))
+    task = Parts(path, len(images), part, _identity(checkpoint, data, images))
     if task.finished():
         return task.summary() | {"done_before": len(images)}
     model = load_halting(checkpoint).to(device)
@@ -178,19 +178,29 @@ def _schema() -> Any:
     )
 
 
-def _identity(checkpoint: str, data: str) -> str:
+def _identity(checkpoint: str, data: str, images: Images) -> str:
     """Of the model's weights and the data: parts of two tasks never meet in one file. Files are told apart by their
-    names, sizes and times."""
-    folder, place = find(checkpoint), Path(data).expanduser().resolve()
-    digest = hashlib.sha256(os.fsencode(place) if place.exists() else data.encode())
-    for path in sorted(place.rglob("*")) if place.is_dir() else [place] if place.exists() else []:
-        if not path.is_dir():
-            about = path.lstat()
-            digest.update(os.fsencode(path.relative_to(place)) + f" {about.st_size} {about.st_mtime_ns}\n".encode())
+    names, sizes and times; what is no file by its name."""
+    folder, files = find(checkpoint), _files(images)
+    digest = hashlib.sha256(b"" if files else data.encode())
+    for path in files:
+        about = path.lstat()
+        digest.update(os.fsencode(path) + f" {about.st_size} {about.st_mtime_ns}\n".encode())
     for name in (CONFIG, WEIGHTS):
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())
     return digest.hexdigest()
+
+
+def _files(images: Images) -> list[Path]:
+    """Those that the images are read from."""
+    source = images.source
+    if isinstance(source, Parquet):
+        return sorted({path.resolve() for path, _ in source.groups})
+    if isinstance(source, partial) and source.func is from_file:
+        folder = source.args[0].resolve()
+        return [folder / os.fsdecode(name) for name in source.args[1]]
+    return []
 
 
 def open_images(name: str) -> Images:

@@ -22,7 +22,7 @@ from .checkpoint import find, load, load_halting, read_config
 from .demo import class_names
 from .drawing import save_figure
 from .errors import DwindleError
-from .files import write_text
+from .files import check_folder, write_text
 from .gauge import (
     TURNED_IMAGES,
     Baseline,
@@ -66,8 +66,7 @@ def report(
     compare_with: other runs, overlaid in the training curves; the first static one is what classes are compared to.
     """
     out = Path(out)
-    if any(path.is_file() for path in (out, *out.parents)):
-        raise DwindleError(f"'{out}' cannot be a folder, there is a file of that name; choose another --out.")
+    check_folder(out)
     require(batch >= 1, f"--batch {batch}", "it must be at least 1")
     one = isinstance(compare_with, (str, os.PathLike))
     others = [compare_with] if one else list(compare_with or [])  # type: ignore[arg-type]

@@ -156,12 +156,6 @@ def claimed(out: Path) -> Iterator[None]:
     (out / BEGUN).unlink(missing_ok=True)
 
 
-def folder_for(out: Path) -> None:
-    """Before the work, not after it: results need a folder."""
-    if any(path.is_file() for path in (out, *out.parents)):
-        raise DwindleError(f"'{out}' cannot be a folder, there is a file of that name; choose another --out.")
-
-
 def numbers(option: str, text: str, kind: Any) -> list[Any]:
     try:
         values = [kind(part) for part in text.split(",")]

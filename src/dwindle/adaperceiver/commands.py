@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import DwindleError, unknown
-from ..files import write_text
-from ..terminal import Checkpoint, Data, Device, device_for, finish, folder_for, numbers, progress_bar, show_table
+from ..files import check_folder, write_text
+from ..terminal import Checkpoint, Data, Device, device_for, finish, numbers, progress_bar, show_table
 
 
 def register(app: typer.Typer) -> None:
@@ -113,7 +113,7 @@ def grid(
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     _check(batch=(batch, 1), limit=(limit, 1), seconds=(seconds, 0))
-    folder_for(out)
+    check_folder(out)
     model, place = load_network(checkpoint, dense=True), device_for(device)
     more = numbers("--between", between, int) if between else []
     model.check_tokens(more)
@@ -176,7 +176,7 @@ def policies(
 
     _check(batch=(batch, 1), limit=(limit, 1), epochs=(epochs, 0))
     if out is not None:
-        folder_for(out)
+        check_folder(out)
     model, place = load_network(checkpoint), device_for(device)
     taus, lambdas = numbers("--thresholds", thresholds, float), numbers("--prices", prices, float)
     if max(taus) > 1:

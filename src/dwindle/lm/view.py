@@ -14,7 +14,7 @@ from torch import Tensor
 from ..charts import SHELL, STYLE, table
 from ..drawing import depth_colours
 from ..errors import DwindleError
-from ..files import write_text
+from ..files import check_folder, write_text
 from .execute import AdaptiveLM
 from .load import vocabulary_of
 
@@ -67,8 +67,7 @@ def page(model: AdaptiveLM, ids: Tensor, out: str | os.PathLike, title: str, dev
     footer = f"Made by dwindle view, {type(model.method).__name__}."
     html = SHELL.format(title=escape(title), style=STYLE + CSS, body="\n".join(body), footer=footer)
     folder = Path(out)
-    if any(path.is_file() for path in (folder, *folder.parents)):
-        raise DwindleError(f"'{folder}' cannot be a folder, there is a file of that name; choose another --out.")
+    check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = write_text(folder / "index.html", html)
     return {"page": str(path), **numbers, "by_kind": {name: round(value, 3) for name, value in kinds.items()}}

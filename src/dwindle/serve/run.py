@@ -8,17 +8,22 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..checkpoint import load_halting
 from ..demo import DEMO
 from ..errors import DwindleError
+from ..methods import Method
 from ..methods.static import Static
 from ..methods.tome import ToMe
 from .limits import Limits
 from .models import Served, beside
 
-BESIDE = ("ToMe", "static")  # what needs no training, on the first checkpoint's weights
+BESIDE: dict[str, Callable[[], Method]] = {  # on the first checkpoint's weights, without training
+    "ToMe": partial(ToMe, budget=0.67),
+    "static": Static,
+}
 SWITCH = 2e-4  # seconds
 KEPT = 1 << 30  # bytes
 
@@ -44,7 +49,7 @@ def served_models(checkpoints: Sequence[str], device: str = "cpu") -> list[Serve
             f"them ({', '.join(BESIDE)}); rename it."
         )
     models = [Served(name, load_halting(source).to(device)) for name, source in zip(short, names)]
-    models += [beside(models[0], method, name) for name, method in zip(BESIDE, (ToMe(budget=0.67), Static()))]
+    models += [beside(models[0], make(), name) for name, make in BESIDE.items()]
     for model in models:
         model.warm(Limits.batch)
     return models
