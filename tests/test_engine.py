@@ -10,6 +10,7 @@ import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
 from dwindle.engine import graph
 from dwindle.engine.graph import Engine, prepared
+from dwindle.engine.keep import Watch
 from dwindle.engine.live import Live
 from dwindle.engine.recording import Recording, everyone
 
@@ -56,6 +57,32 @@ def test_every_plain_block_has_kernels():
     for name in BACKBONES:
         model = build(name, dwindle.AHT(stages=(1, 2)))
         assert len(prepared(model)) == (0 if "swiglu" in name else len(model.backbone.blocks))
+
+
+CHANGES = {
+    "a module exchanged": lambda vit: setattr(vit.blocks[1].mlp, "fc1", copy.deepcopy(vit.blocks[1].mlp.fc1)),
+    "a module added": lambda vit: vit.norm.add_module("extra", torch.nn.Identity()),
+    "a module gone": lambda vit: vit.blocks.pop(3),
+    "a weight exchanged": lambda vit: setattr(vit.norm, "weight", torch.nn.Parameter(vit.norm.weight.detach().clone())),
+    "a weight moved": lambda vit: setattr(vit.norm.weight, "data", vit.norm.weight.data.clone()),
+    "a weight written to": lambda vit: vit.norm.weight.add_(1),
+    "a bias gone": lambda vit: setattr(vit.norm, "bias", None),
+    "a buffer added": lambda vit: vit.head.register_buffer("extra", torch.zeros(1)),
+    "another dtype": lambda vit: vit.double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_a_watch_notices(change):
+    model = build("vit", dwindle.AHT(stages=(1, 2)))
+    watch = Watch(model, folded=model.vit)
+    assert not watch.changed()
+    model(images_for(model, 1))
+    assert not watch.changed()
+    CHANGES[change](model.vit)
+    assert watch.changed()
+    assert not Watch(model, folded=model.vit).changed()
 
 
 @cuda

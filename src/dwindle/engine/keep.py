@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -45,8 +45,9 @@ class Watch:
     what was made from these is no longer right."""
 
     def __init__(self, model: nn.Module, folded: nn.Module | None = None) -> None:
-        tables: Iterator[dict[str, Any]] = (t for m in model.modules() for t in (m._modules, m._parameters, m._buffers))
-        self._tables = list(tables)
+        tables: list[dict[str, Any]] = [t for m in model.modules() for t in (m._modules, m._parameters, m._buffers)]
+        self._filled, self._bare = [t for t in tables if t], [t for t in tables if not t]
+        self._held = list(self._entries())
         self._tensors = [*model.parameters(), *model.buffers()]
         modules = [] if folded is None else folded.modules()
         weights = (w for m in modules for t in (m._parameters, m._buffers) for w in t.values())
@@ -54,15 +55,19 @@ class Watch:
         self._seen = self._state()
 
     def changed(self) -> bool:
-        return self._state() != self._seen
-
-    def _state(self) -> tuple:
-        """Asked at every call, and all loops are C's."""
+        """Asked at every call, and all loops are C's: one image on a slow host waits for this."""
         return (
-            list(map(id, chain.from_iterable(map(dict.values, self._tables)))),
-            list(map(Tensor.data_ptr, self._tensors)),
-            list(map(attrgetter("_version"), self._weights)),
+            any(self._bare)
+            or sum(map(len, self._filled)) != len(self._held)
+            or not all(map(is_, self._entries(), self._held))
+            or self._state() != self._seen
         )
+
+    def _entries(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._filled))
+
+    def _state(self) -> tuple[list[int], list[int]]:
+        return list(map(Tensor.data_ptr, self._tensors)), list(map(attrgetter("_version"), self._weights))
 
 
 def refusals() -> tuple[type[Exception], ...]:

@@ -24,10 +24,12 @@ def linear_tile(rows: int, out: int, inner: int, dtype: torch.dtype) -> Tile:
     it large tiles."""
     if interpreted():
         return _dividing(Tile(32, 32, 32, 4, 1, persistent=int(rows > 100 and out % 8 == inner % 8 == 0)), inner)
-    if dtype == torch.float32:
-        return _dividing(Tile(64, 64, 32, 4, 2), inner)
     width = min(out, inner)
     work = rows * max(width, 384) // 384  # as many rows of a width of 384 are as much
+    if dtype == torch.float32:
+        if work > 2048 and can_describe(out, inner):
+            return Tile(128, 64, 32, 4, 3, persistent=2)
+        return _dividing(Tile(64, 64, 32, 4, 2) if work <= 2048 else Tile(64, 128, 32, 4, 3), inner)
     if work <= 512:
         return _dividing(Tile(64, 64, 64, 4, 4) if out > inner else Tile(32, 32, 128, 4, 4), inner)
     if not can_describe(out, inner):
@@ -64,7 +66,7 @@ def attention_tile(longest: int, size: int, images: int, dtype: torch.dtype) -> 
     if interpreted():
         return Tile(16, 16, 0, 4, 1)
     if dtype == torch.float32:
-        return Tile(32, 32, 0, 4, 1)
+        return Tile(64, 32, 0, 4, 2) if size <= SPLIT else Tile(32, 32, 0, 4, 1)
     if size > 64:
         return Tile(64, 64, 0, 4, 2)
     if images <= 2:
@@ -94,6 +96,16 @@ def overlapping(x: Tensor, rows: int) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if able and rows <= 16384 else {"PDL": False}
 
 
+SPLIT = 64  # the largest head whose float32 attention is split: larger ones were not tried
+
+
 def precision(x: Tensor) -> str:
-    """Of a kernel's products: float32 is not to be rounded to fewer bits."""
+    """Of products that decide, or that no tensor core can do: float32 is not to be rounded to fewer bits."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def split_precision(x: Tensor) -> str:
+    """Of a block's products: float32 as three products of tensor cores on its upper and lower bits. On an H200 DeiT-S's
+    logits are no further from float64's for it, and it is three times as fast (docs/engine.md)."""
+    able = x.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return "tf32x3" if x.dtype == torch.float32 and able else precision(x)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .launch import (
+    SPLIT,
     Tile,
     attention_tile,
     interpreted,
@@ -26,6 +27,7 @@ from .launch import (
     overlapping,
     power_of_two,
     precision,
+    split_precision,
 )
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
@@ -198,7 +200,7 @@ def _tiled(
         NORM=layer.column is not None,
         TAP=tap_R is not None,
         ACT=act,
-        PRECISION=precision(a),
+        PRECISION=split_precision(a),
         EVEN=inner % tile.k == 0,
         BM=tile.m,
         BN=tile.n,
@@ -231,7 +233,7 @@ def _persistent(
         inner,
         ADD=y is None,
         ACT=act,
-        PRECISION=precision(a),
+        PRECISION=split_precision(a),
         BM=tile.m,
         BN=tile.n,
         BK=tile.k,
@@ -303,7 +305,7 @@ def attend_rows(
         size,
         BIAS=bias_R is not None,
         QK_NORM=norm is not None,
-        PRECISION=precision(qkv),
+        PRECISION=split_precision(qkv) if size <= SPLIT else precision(qkv),
         BQ=tile.m,
         BJ=tile.n,
         BE=power_of_two(size, 16),
