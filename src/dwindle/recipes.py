@@ -231,7 +231,12 @@ def cifar100_deit_tiny() -> Comparison:
             _ablation("lambda_t = 0", lambda_t=0.0),
             _ablation("lambda_t = 0.5", lambda_t=0.5),
             _ablation("T = 1", threshold=1.0),
-            _ablation("sigma = 0.5", sigma=0.5),
+            dataclasses.replace(
+                _ablation("sigma = 0.5", sigma=0.5),
+                by_cost={cost: _aht(cost, sigma=0.5) for cost in (0.83, 0.67)},
+                costs=(0.83, 0.67),
+                seeds=seeds,
+            ),
             _ablation("sigma = 2", sigma=2.0),
             _ablation("stages 3-6-9", stages=(3, 6, 9)),
             _ablation("stages 2-4-6-8-10", stages=(2, 4, 6, 8, 10)),
