@@ -19,12 +19,15 @@ from dwindle.ops.linear import available
 
 
 def counted(call) -> float:
-    """MACs by torch's counter, which sees attention only as plain products, and must be told of MKL's."""
+    """MACs by torch's counter, which sees attention only as plain products, and must be told of packed layers'."""
 
-    def product(x, packed, weight, *_, out_shape=None) -> int:
-        return 2 * math.prod(x) * weight[0]
+    def product(x, *_, out_shape=None) -> int:
+        return 2 * math.prod(x) * out_shape[-1]
 
-    known = {torch.ops.mkl._mkl_linear: product} if available() else {}
+    names = {"mkl": "_mkl_linear", "mkldnn": "_linear_pointwise"}
+    known = {getattr(getattr(torch.ops, library), name): product for library, name in names.items() if available()}
+    with torch.no_grad():
+        call()  # the first times which library is faster, and that is not to be counted
     mode = FlopCounterMode(display=False, custom_mapping=known)
     with mode as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         call()

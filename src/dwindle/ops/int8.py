@@ -14,8 +14,8 @@ ROWS = 256  # at a time: what lies between the steps stays in the cache
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """(..., K) -> int8 of the same shape, and what 1 stands for in each row, (..., 1)."""
-    top = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)).clamp_min_(1e-30)
-    return (x * (127 / top)).round_().to(torch.int8), top / 127
+    one = x.abs().amax(-1, keepdim=True).clamp_min_(1e-30).div_(127)
+    return (x / one).round_().to(torch.int8), one
 
 
 def int8_linear_ref(x: Tensor, weight_NK: Tensor, scale_N: Tensor, bias: Tensor | None) -> Tensor:
@@ -30,10 +30,12 @@ def int8_linear(x: Tensor, weight_NK: Tensor, scale_N: Tensor, bias: Tensor | No
         return int8_linear_ref(x, weight_NK, scale_N, bias)
     rows_TK = x.reshape(-1, x.shape[-1])
     out_TN = x.new_empty(len(rows_TK), len(weight_NK))
-    for rows, out in zip(rows_TK.split(ROWS), out_TN.split(ROWS)):
+    parts = [(rows_TK, out_TN)] if len(rows_TK) <= ROWS else zip(rows_TK.split(ROWS), out_TN.split(ROWS))
+    for rows, out in parts:
         whole, scale = quantize_rows(rows)
-        sums = torch._int_mm(whole, weight_NK.T).float().mul_(scale_N)
-        torch.mul(sums, scale, out=out)
-        if bias is not None:
-            out.add_(bias)
+        sums = torch._int_mm(whole, weight_NK.T).float().mul_(scale)
+        if bias is None:
+            torch.mul(sums, scale_N, out=out)
+        else:
+            torch.addcmul(bias, sums, scale_N, out=out)
     return out_TN.view(*x.shape[:-1], -1)
