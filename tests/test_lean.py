@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -15,10 +16,23 @@ from conftest import BACKBONES, METHODS, build, images_for
 from dwindle.bench import forced_depths
 from dwindle.lean import Lean
 from dwindle.ops.heirs import hand_over, heirs, inherit
-from dwindle.ops.linear import available, linear, linear_ref
+from dwindle.ops.linear import MKL, OneDNN, available, library, linear, linear_ref, room
 from dwindle.ops.patches import cut_by_matmul, cutting, embed_patches
 
-packs = pytest.mark.skipif(not available(), reason="this torch has no MKL")
+packs = pytest.mark.skipif(not available(), reason="this torch has neither MKL nor oneDNN")
+
+
+@pytest.fixture
+def by(monkeypatch):
+    """by(library): from here on linear layers run by it."""
+
+    def choose(wanted):
+        if not wanted.here():
+            pytest.skip(f"this torch has no {wanted.__name__}")
+        monkeypatch.setattr("dwindle.ops.linear.library", lambda: wanted)
+        monkeypatch.setattr("dwindle.ops.linear._packed", WeakKeyDictionary())
+
+    return choose
 
 
 def same(ours, theirs, tolerance=1e-5):
@@ -111,17 +125,41 @@ def test_a_layer_derived_from_linear_runs_its_own():
     same(model(images), model(images, layout="packed"))
 
 
-@packs
+@pytest.mark.parametrize("kind", [MKL, OneDNN])
 @pytest.mark.parametrize("wide,out", [(32, 96), (384, 1152), (1536, 384), (33, 7), (192, 1)])
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
-def test_packed_weights_serve_any_number_of_rows(wide, out, bias):
+def test_packed_weights_serve_any_number_of_rows(by, kind, wide, out, bias):
+    by(kind)
     layer = nn.Linear(wide, out, bias=bias)
-    for rows in (1, 2, 3, 7, 8, 15, 16, 17, 31, 64, 127, 128, 129, 197, 500, 1201):
+    for rows in (1, 2, 3, 7, 8, 15, 16, 17, 31, 64, 127, 128, 129, 197, 500, 1201, 2051):
         x = torch.randn(rows, wide)
         torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
     x = torch.randn(2, 5, wide)
     torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [MKL, OneDNN])
+@pytest.mark.parametrize("method", ["AHT", "AHT_heirs", "DynamicViT", "ToMe"])
+@pytest.mark.parametrize("backbone", ["vit", "qk_norm", "hf_vit"])
+@torch.no_grad()
+def test_lean_is_packed_by_either_library(by, kind, backbone, method):
+    by(kind)
+    model = build(backbone, METHODS[method]())
+    images = images_for(model, 5)
+    same(model(images), model(images, layout="packed"))
+    same(model(images[:1]), model(images[:1], layout="packed"))
+
+
+@packs
+def test_few_numbers_of_rows_and_little_filling(by):
+    assert library() in (MKL, OneDNN) and library() is library()
+    by(OneDNN)
+    numbers = [room(rows) for rows in range(1, 16 * 1024)]
+    assert len(set(numbers)) < 256  # for four layers of different sizes, as many as oneDNN keeps
+    assert all(rows <= number <= rows + max(7, rows / 32) for rows, number in enumerate(numbers, 1))
+    by(MKL)
+    assert room(197) == 197
 
 
 @pytest.mark.parametrize("stay", [[5], [1], [5, 1, 9, 4, 3], [0, 6]])
