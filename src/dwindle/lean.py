@@ -57,7 +57,7 @@ class Lean(Packed):
 
     def _attend(self, parts: Parts, x_TD: Tensor) -> Tensor:
         """x plus its attention update."""
-        normed = roomy(_norm(parts.norm1, x_TD))
+        normed = roomy(_norm(parts.norm1, x_TD), parts.qkv[0])
         made = [linear(layer, normed)[: len(x_TD)] for layer in parts.qkv]  # one layer, or three
         qkv = made[0] if len(made) == 1 else torch.cat(made, -1)
         q, k, v = qkv.view(1, len(x_TD), 3, parts.heads, -1).permute(2, 0, 3, 1, 4)  # (1, H, T, E)
@@ -69,7 +69,9 @@ class Lean(Packed):
 
     def _think(self, parts: Parts, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
         """x plus its MLP's update, and the neuron that was asked for."""
-        hidden = linear(parts.rise, roomy(_norm(parts.norm2, x_TD)))  # the rows that fill up stay until the sum
+        hidden = linear(
+            parts.rise, roomy(_norm(parts.norm2, x_TD), parts.rise)
+        )  # the rows that fill up stay until the sum
         tap = None if self.tapped is None else hidden[: len(x_TD)].select(1, self.tapped).clone()
         update = linear(parts.fall, ACTIVATIONS[parts.act](hidden))[: len(x_TD)]
         return _added(x_TD, update, parts.scale2), tap

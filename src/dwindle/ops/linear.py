@@ -76,16 +76,21 @@ def library() -> Library:
 
 def room(rows: int) -> int:
     """As many rows, or a few more where few numbers of rows are wanted: up to 7, or 3%."""
-    if not available() or library() is MKL:
+    if library() is MKL:
         return rows
     step = max(8, 1 << (rows.bit_length() - 6)) if rows >= 64 else 8
     return -(-rows // step) * step
 
 
-def roomy(x: Tensor) -> Tensor:
+def packs(layer: nn.Linear, x: Tensor) -> bool:
+    """Plain layers in float32; what is derived from them runs its own."""
+    return type(layer) is nn.Linear and x.dtype == torch.float32 and available()
+
+
+def roomy(x: Tensor, layer: nn.Linear) -> Tensor:
     """The rows (T, K) with rows of 0 after them, as `room` has it: what is made of them is made by known code."""
     rows = len(x)
-    if x.dtype != torch.float32 or (wanted := room(rows)) == rows:
+    if not packs(layer, x) or (wanted := room(rows)) == rows:
         return x
     padded = x.new_empty(wanted, x.shape[1])
     padded[:rows], padded[rows:] = x, 0
@@ -97,8 +102,8 @@ def linear_ref(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The layer without its hooks. Packed are plain layers in float32; what is derived from them runs its own."""
-    if type(layer) is not nn.Linear or x.dtype != torch.float32 or not available():
+    """The layer without its hooks."""
+    if not packs(layer, x):
         return layer.forward(x)
     weight = layer.weight
     # Written to, moved or exchanged since it was packed? A tensor made in inference mode does not count its writes.
@@ -108,4 +113,4 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
         known = _packed[layer] = (mark, library().pack(weight.detach()))
     if x.dim() != 2:
         return linear(layer, x.flatten(0, -2)).unflatten(0, x.shape[:-1])
-    return library().product(roomy(x), known[1], weight, layer.bias)[: len(x)]
+    return library().product(roomy(x, layer), known[1], weight, layer.bias)[: len(x)]
