@@ -15,7 +15,7 @@ from conftest import BACKBONES, METHODS, build, images_for
 from dwindle.backbones import backbone_of
 from dwindle.bench import forced_depths
 from dwindle.cost import static_macs
-from dwindle.ops.linear import available
+from dwindle.ops.linear import MKL, OneDNN
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +30,8 @@ def counted(call) -> float:
     def product(x, *_, out_shape=None) -> int:
         return 2 * math.prod(x) * out_shape[-1]
 
-    names = {"mkl": "_mkl_linear", "mkldnn": "_linear_pointwise"}
-    known = {getattr(getattr(torch.ops, library), name): product for library, name in names.items() if available()}
+    known = {torch.ops.mkl._mkl_linear: product} if MKL.here() else {}
+    known |= {torch.ops.mkldnn._linear_pointwise: product} if OneDNN.here() else {}
     with torch.no_grad():
         call()  # the first times which library is faster, and that is not to be counted
     mode = FlopCounterMode(display=False, custom_mapping=known)

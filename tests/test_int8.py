@@ -33,6 +33,18 @@ def test_the_product_is_its_definition(shape, bias):
         assert (error <= 0.02 * x.abs().amax(-1)).all()  # of each row by its own size
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_half_precision_does_not_turn_the_largest_around(dtype):
+    x = (torch.randn(1000, 64) * torch.logspace(-3, 1, 1000)[:, None]).to(dtype)
+    whole, _ = quantize_rows(x)
+    assert whole.abs().max() == 127 and (whole.long() * x.sign().long() >= 0).all()
+    weight, scale = quantize_rows(torch.randn(8, 64))
+    ours = int8_linear(x, weight, scale[:, 0], None)
+    exact = x.double() @ (weight.double() * scale).T
+    assert ours.dtype == dtype and ((ours - exact).norm(dim=1) <= 0.03 * exact.norm(dim=1) + 1e-6).float().mean() > 0.98
+
+
 @torch.no_grad()
 def test_rows_that_are_zero_or_not_numbers():
     weight, scale = quantize_rows(torch.randn(4, 8))

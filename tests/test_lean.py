@@ -15,8 +15,9 @@ import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
 from dwindle.bench import forced_depths
 from dwindle.lean import Lean
+from dwindle.ops import linear as linear_module
 from dwindle.ops.heirs import hand_over, heirs, inherit
-from dwindle.ops.linear import MKL, OneDNN, available, library, linear, linear_ref, room
+from dwindle.ops.linear import MKL, OneDNN, _fastest, available, library, linear, linear_ref, room
 from dwindle.ops.patches import cut_by_matmul, cutting, embed_patches
 
 packs = pytest.mark.skipif(not available(), reason="this torch has neither MKL nor oneDNN")
@@ -149,6 +150,79 @@ def test_lean_is_packed_by_either_library(by, kind, backbone, method):
     images = images_for(model, 5)
     same(model(images), model(images, layout="packed"))
     same(model(images[:1]), model(images[:1], layout="packed"))
+
+
+@packs
+def test_a_library_is_chosen_whatever_the_defaults_are():
+    chosen = library()
+    assert chosen in (MKL, OneDNN)
+    layer, x = nn.Linear(24, 40), torch.randn(5, 24)
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"), torch.no_grad():
+            _fastest.cache_clear()
+            assert library() in (MKL, OneDNN)
+            torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@packs
+def test_a_library_that_is_not_there_is_not_taken(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("could not create a primitive descriptor")
+
+    monkeypatch.setattr("dwindle.ops.linear._fastest", _fastest.__wrapped__)
+    monkeypatch.setattr(OneDNN, "product", staticmethod(broken))
+    assert library() is not OneDNN
+    monkeypatch.setattr(MKL, "product", staticmethod(lambda x, packed, weight, bias: F.linear(x, weight) + 1))
+    assert library() is None
+    layer, x = nn.Linear(24, 40), torch.randn(5, 24)
+    assert torch.equal(linear(layer, x), linear_ref(layer, x))
+
+
+@packs
+def test_a_layer_keeps_the_library_it_was_packed_by(by):
+    layer, x = nn.Linear(24, 40), torch.randn(5, 24)
+    for kind in (MKL, OneDNN):
+        if not kind.here():
+            pytest.skip(f"this torch has no {kind.__name__}")
+    with torch.no_grad():
+        by(OneDNN)
+        linear(layer, x)
+        packed = linear_module._packed
+        by(MKL)
+        linear_module._packed = packed
+        torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
+
+
+@packs
+@torch.no_grad()
+def test_a_weight_where_another_lay_is_another():
+    layer, x = nn.Linear(256, 64), torch.randn(5, 256)
+    for _ in range(20):
+        linear(layer, x)
+        for _ in range(2):  # the second may come to lie where the one before the first was
+            layer.weight = nn.Parameter(torch.randn(64, 256))
+        torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_layers_of_ones_own_see_live_rows_only(by):
+    by(OneDNN)
+    seen = []
+
+    class Own(nn.Linear):
+        def forward(self, x):
+            seen.append(x.numel() // x.shape[-1])
+            return super().forward(x)
+
+    model = build("vit", METHODS["AHT"]())
+    images = images_for(model, 2)
+    fall = model.vit.blocks[0].mlp.fc2
+    model.vit.blocks[0].mlp.fc2 = Own(fall.in_features, fall.out_features)
+    same(model(images), model(images, layout="packed"))
+    assert seen[0] == seen[1]
 
 
 @packs

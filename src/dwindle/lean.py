@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .backbones.base import Parts
 from .ops.heirs import hand_over, heirs
-from .ops.linear import linear, roomy
+from .ops.linear import linear, packs, roomy
 from .tokens import Packed
 
 
@@ -57,8 +57,8 @@ class Lean(Packed):
 
     def _attend(self, parts: Parts, x_TD: Tensor) -> Tensor:
         """x plus its attention update."""
-        normed = roomy(_norm(parts.norm1, x_TD), parts.qkv[0])
-        made = [linear(layer, normed)[: len(x_TD)] for layer in parts.qkv]  # one layer, or three
+        normed = _norm(parts.norm1, x_TD)
+        made = [linear(layer, normed) for layer in parts.qkv]  # one layer, or three
         qkv = made[0] if len(made) == 1 else torch.cat(made, -1)
         q, k, v = qkv.view(1, len(x_TD), 3, parts.heads, -1).permute(2, 0, 3, 1, 4)  # (1, H, T, E)
         if parts.q_norm is not None and parts.k_norm is not None:
@@ -69,9 +69,10 @@ class Lean(Packed):
 
     def _think(self, parts: Parts, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
         """x plus its MLP's update, and the neuron that was asked for."""
-        hidden = linear(
-            parts.rise, roomy(_norm(parts.norm2, x_TD), parts.rise)
-        )  # the rows that fill up stay until the sum
+        normed = _norm(parts.norm2, x_TD)
+        if packs(parts.rise, normed) and packs(parts.fall, normed):
+            normed = roomy(normed, parts.rise)  # the rows that fill up stay until the sum
+        hidden = linear(parts.rise, normed)
         tap = None if self.tapped is None else hidden[: len(x_TD)].select(1, self.tapped).clone()
         update = linear(parts.fall, ACTIVATIONS[parts.act](hidden))[: len(x_TD)]
         return _added(x_TD, update, parts.scale2), tap

@@ -14,15 +14,15 @@ ROWS = 256  # at a time: what lies between the steps stays in the cache
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """(..., K) -> int8 of the same shape, and what 1 stands for in each row, (..., 1)."""
+    x = x if x.dtype == torch.float64 else x.float()  # half precision would round the largest to 128
     one = x.abs().amax(-1, keepdim=True).clamp_min_(1e-30).div_(127)
     return (x / one).round_().to(torch.int8), one
 
 
 def int8_linear_ref(x: Tensor, weight_NK: Tensor, scale_N: Tensor, bias: Tensor | None) -> Tensor:
     rows, scale = quantize_rows(x)
-    sums = (rows.double() @ weight_NK.double().T).to(x.dtype)
-    out = sums * scale_N.to(x.dtype) * scale
-    return out if bias is None else out + bias
+    out = (rows.double() @ weight_NK.double().T).to(scale.dtype) * scale_N * scale
+    return (out if bias is None else out + bias).to(x.dtype)
 
 
 def int8_linear(x: Tensor, weight_NK: Tensor, scale_N: Tensor, bias: Tensor | None) -> Tensor:

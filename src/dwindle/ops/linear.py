@@ -6,6 +6,7 @@ models have few rows. The results are the same to the last bits of a sum.
 
 from __future__ import annotations
 
+import threading
 import time
 from functools import cache
 from weakref import WeakKeyDictionary
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 # A packed form serves any number of rows; this is the number it is made for.
 ROWS = 128
-_packed: WeakKeyDictionary[nn.Module, tuple[tuple, Tensor]] = WeakKeyDictionary()
+_measuring = threading.Lock()
 
 
 class MKL:
@@ -50,33 +51,48 @@ class OneDNN:
 
 
 Library = type[MKL] | type[OneDNN]
+# Of each layer: what its weight was, the weight itself (so that no other can come to lie there), and its packed form.
+_packed: WeakKeyDictionary[nn.Module, tuple[tuple, Tensor, Library, Tensor]] = WeakKeyDictionary()
 
 
-def available() -> bool:
-    return MKL.here() or OneDNN.here()
+def library() -> Library | None:
+    """What runs packed layers in this process; None: nothing here is worth it."""
+    with _measuring:
+        return _fastest()
 
 
 @cache
-def library() -> Library:
-    """The faster of those this torch has, measured once on a layer of DeiT-S. On an AMD CPU oneDNN is far ahead."""
-    found: list[Library] = [library for library in (OneDNN, MKL) if library.here()]
-    if len(found) == 1:
-        return found[0]
+def _fastest() -> Library | None:
+    """Measured once on a layer of DeiT-S. On an AMD CPU oneDNN is far ahead; elsewhere it may lose to no packing."""
     with torch.inference_mode():
-        x, weight = torch.ones(ROWS, 384), torch.ones(1536, 384)
-        packed = {library: library.pack(weight) for library in found}
-        best = dict.fromkeys(found, float("inf"))
-        for _ in range(12):  # turn about: a slow moment of the machine hits both
-            for library in found:
+        drawn = torch.Generator("cpu").manual_seed(0)
+        x = torch.randn(ROWS, 384, generator=drawn, dtype=torch.float32, device="cpu")
+        weight = torch.randn(1536, 384, generator=drawn, dtype=torch.float32, device="cpu")
+        wanted, tried = F.linear(x, weight), dict[Library, Tensor]()
+        for found in (OneDNN, MKL):
+            try:
+                packed = found.pack(weight) if found.here() else None
+                if packed is not None and torch.allclose(found.product(x, packed, weight, None), wanted, atol=1e-3):
+                    tried[found] = packed
+            except (RuntimeError, NotImplementedError):
+                continue  # a build that has the name and not the thing
+        best: dict[Library | None, float] = dict.fromkeys([None, *tried], float("inf"))
+        for _ in range(8):  # turn about: a slow moment of the machine hits all
+            for one in best:
                 begin = time.perf_counter()
-                library.product(x, packed[library], weight, None)
-                best[library] = min(best[library], time.perf_counter() - begin)
-    return min(best, key=lambda library: best[library])
+                F.linear(x, weight) if one is None else one.product(x, tried[one], weight, None)
+                best[one] = min(best[one], time.perf_counter() - begin)
+    best[None] *= 1.2  # with fewer rows than these packing is worth more
+    return min(best, key=lambda one: best[one])
+
+
+def available() -> bool:
+    return library() is not None
 
 
 def room(rows: int) -> int:
     """As many rows, or a few more where few numbers of rows are wanted: up to 7, or 3%."""
-    if library() is MKL:
+    if library() is not OneDNN:
         return rows
     step = max(8, 1 << (rows.bit_length() - 6)) if rows >= 64 else 8
     return -(-rows // step) * step
@@ -110,7 +126,9 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     mark = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
     known = _packed.get(layer)
     if known is None or known[0] != mark:
-        known = _packed[layer] = (mark, library().pack(weight.detach()))
-    if x.dim() != 2:
-        return linear(layer, x.flatten(0, -2)).unflatten(0, x.shape[:-1])
-    return library().product(roomy(x, layer), known[1], weight, layer.bias)[: len(x)]
+        used = library()
+        assert used is not None
+        known = _packed[layer] = (mark, weight.detach(), used, used.pack(weight.detach()))
+    rows = x.reshape(-1, x.shape[-1])
+    out = known[2].product(roomy(rows, layer), known[3], weight, layer.bias)[: len(rows)]
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
