@@ -71,7 +71,7 @@ class Lean(Packed):
         """x plus its MLP's update, and the neuron that was asked for."""
         normed = _norm(parts.norm2, x_TD)
         if packs(parts.rise, normed) and packs(parts.fall, normed):
-            normed = roomy(normed, parts.rise)  # the rows that fill up stay until the sum
+            normed = roomy(normed)  # the rows that fill up stay until the sum
         hidden = linear(parts.rise, normed)
         tap = None if self.tapped is None else hidden[: len(x_TD)].select(1, self.tapped).clone()
         update = linear(parts.fall, ACTIVATIONS[parts.act](hidden))[: len(x_TD)]

@@ -231,12 +231,7 @@ def cifar100_deit_tiny() -> Comparison:
             _ablation("lambda_t = 0", lambda_t=0.0),
             _ablation("lambda_t = 0.5", lambda_t=0.5),
             _ablation("T = 1", threshold=1.0),
-            dataclasses.replace(
-                _ablation("sigma = 0.5", sigma=0.5),
-                by_cost={cost: _aht(cost, sigma=0.5) for cost in (0.83, 0.67)},
-                costs=(0.83, 0.67),
-                seeds=seeds,
-            ),
+            _ablation("sigma = 0.5", (0.83, 0.67), seeds, sigma=0.5),
             _ablation("sigma = 2", sigma=2.0),
             _ablation("stages 3-6-9", stages=(3, 6, 9)),
             _ablation("stages 2-4-6-8-10", stages=(2, 4, 6, 8, 10)),
@@ -249,8 +244,11 @@ def cifar100_deit_tiny() -> Comparison:
     )
 
 
-def _ablation(name: str, **options: Any) -> Entry:
-    return Entry(name, "AHT", by_cost={0.67: _aht(0.67, **options)}, costs=(0.67,), group="ablation")
+def _ablation(
+    name: str, costs: tuple[float, ...] = (0.67,), seeds: tuple[int, ...] | None = None, **options: Any
+) -> Entry:
+    by_cost = {cost: _aht(cost, **options) for cost in costs}
+    return Entry(name, "AHT", by_cost=by_cost, costs=costs, seeds=seeds, group="ablation")
 
 
 def imagenet_deit_tiny() -> Comparison:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SPLIT = 64  # the largest head whose float32 attention is split: larger ones were not tried
+
 
 class Tile(NamedTuple):
     m: int
@@ -96,16 +98,14 @@ def overlapping(x: Tensor, rows: int) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if able and rows <= 16384 else {"PDL": False}
 
 
-SPLIT = 64  # the largest head whose float32 attention is split: larger ones were not tried
-
-
 def precision(x: Tensor) -> str:
     """Of products that decide, or that no tensor core can do: float32 is not to be rounded to fewer bits."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def split_precision(x: Tensor) -> str:
-    """Of a block's products: float32 as three products of tensor cores on its upper and lower bits. On an H200 DeiT-S's
-    logits are no further from float64's for it, and it is three times as fast (docs/engine.md)."""
+def split_precision(x: Tensor, head: int = 0) -> str:
+    """Of a block's products, or of attention with heads of this size: float32 as three products of tensor cores on its
+    upper and lower bits. On an H200 DeiT-S's logits are no further from float64's for it, and it is three times as fast
+    (docs/engine.md)."""
     able = x.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) >= (8, 0)
-    return "tf32x3" if x.dtype == torch.float32 and able else precision(x)
+    return "tf32x3" if x.dtype == torch.float32 and able and head <= SPLIT else precision(x)

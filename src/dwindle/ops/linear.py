@@ -7,8 +7,7 @@ models have few rows. The results are the same to the last bits of a sum.
 from __future__ import annotations
 
 import threading
-import time
-from functools import cache
+from functools import cache, partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -64,24 +63,23 @@ def library() -> Library | None:
 @cache
 def _fastest() -> Library | None:
     """Measured once on a layer of DeiT-S. On an AMD CPU oneDNN is far ahead; elsewhere it may lose to no packing."""
+    from ..bench import milliseconds
+
     with torch.inference_mode():
         drawn = torch.Generator("cpu").manual_seed(0)
         x = torch.randn(ROWS, 384, generator=drawn, dtype=torch.float32, device="cpu")
         weight = torch.randn(1536, 384, generator=drawn, dtype=torch.float32, device="cpu")
-        wanted, tried = F.linear(x, weight), dict[Library, Tensor]()
+        plain = partial(F.linear, x, weight)
+        calls: dict[Library | None, partial[Tensor]] = {None: plain}
         for found in (OneDNN, MKL):
             try:
-                packed = found.pack(weight) if found.here() else None
-                if packed is not None and torch.allclose(found.product(x, packed, weight, None), wanted, atol=1e-3):
-                    tried[found] = packed
-            except (RuntimeError, NotImplementedError):
+                if found.here():
+                    call = partial(found.product, x, found.pack(weight), weight, None)
+                    if torch.allclose(call(), plain(), atol=1e-3):
+                        calls[found] = call
+            except RuntimeError:
                 continue  # a build that has the name and not the thing
-        best: dict[Library | None, float] = dict.fromkeys([None, *tried], float("inf"))
-        for _ in range(8):  # turn about: a slow moment of the machine hits all
-            for one in best:
-                begin = time.perf_counter()
-                F.linear(x, weight) if one is None else one.product(x, tried[one], weight, None)
-                best[one] = min(best[one], time.perf_counter() - begin)
+        best = {one: min(times) for one, times in zip(calls, milliseconds(list(calls.values()), 0.0, x.device))}
     best[None] *= 1.2  # with fewer rows than these packing is worth more
     return min(best, key=lambda one: best[one])
 
@@ -103,10 +101,11 @@ def packs(layer: nn.Linear, x: Tensor) -> bool:
     return type(layer) is nn.Linear and x.dtype == torch.float32 and available()
 
 
-def roomy(x: Tensor, layer: nn.Linear) -> Tensor:
-    """The rows (T, K) with rows of 0 after them, as `room` has it: what is made of them is made by known code."""
+def roomy(x: Tensor) -> Tensor:
+    """The rows (T, K), for layers that pack, with rows of 0 after them, as `room` has it: what is made of them is made
+    by known code."""
     rows = len(x)
-    if not packs(layer, x) or (wanted := room(rows)) == rows:
+    if (wanted := room(rows)) == rows:
         return x
     padded = x.new_empty(wanted, x.shape[1])
     padded[:rows], padded[rows:] = x, 0
@@ -130,5 +129,5 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
         assert used is not None
         known = _packed[layer] = (mark, weight.detach(), used, used.pack(weight.detach()))
     rows = x.reshape(-1, x.shape[-1])
-    out = known[2].product(roomy(rows, layer), known[3], weight, layer.bias)[: len(rows)]
+    out = known[2].product(roomy(rows), known[3], weight, layer.bias)[: len(rows)]
     return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)

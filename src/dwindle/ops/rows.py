@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .launch import (
-    SPLIT,
     Tile,
     attention_tile,
     interpreted,
@@ -26,7 +25,6 @@ from .launch import (
     norm_tile,
     overlapping,
     power_of_two,
-    precision,
     split_precision,
 )
 
@@ -305,7 +303,7 @@ def attend_rows(
         size,
         BIAS=bias_R is not None,
         QK_NORM=norm is not None,
-        PRECISION=split_precision(qkv) if size <= SPLIT else precision(qkv),
+        PRECISION=split_precision(qkv, size),
         BQ=tile.m,
         BJ=tile.n,
         BE=power_of_two(size, 16),
