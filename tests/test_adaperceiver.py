@@ -77,8 +77,9 @@ def test_first_tokens_do_not_see_those_that_follow():
             torch.testing.assert_close(short, long[:, :fewer], atol=1e-12, rtol=1e-12)
 
 
-def test_one_run_gives_every_granularity_and_depth():
-    model = tiny()
+@pytest.mark.parametrize("readouts", ["shared", "own"])
+def test_one_run_gives_every_granularity_and_depth(readouts):
+    model = tiny(readouts=readouts)
     for width in model.widths:
         every = model.every(images(), width)
         for g, tokens in enumerate(model.tokens):
@@ -87,10 +88,10 @@ def test_one_run_gives_every_granularity_and_depth():
                 torch.testing.assert_close(every[depth - 1, g], alone, atol=1e-11, rtol=1e-11)
 
 
-@pytest.mark.parametrize("outputs", ["class", "dense"])
-def test_training_pass_is_what_runs(outputs):
+@pytest.mark.parametrize("outputs, readouts", [("class", "shared"), ("class", "own"), ("dense", "own")])
+def test_training_pass_is_what_runs(outputs, readouts):
     """Masked widths and read-outs of Algorithm 3 equal the sliced ones."""
-    model = tiny(outputs=outputs)
+    model = tiny(outputs=outputs, readouts=readouts)
     widths, sampled = torch.tensor([16, 32, 24, 16]), torch.tensor([8, 4, 16, 8])
     answers = model.answers(images(), widths, sampled)
     for g, tokens in enumerate(model.tokens):
@@ -191,7 +192,7 @@ def test_images_with_nan():
     x[1, 0, 0, 0] = torch.nan
     with pytest.raises(dwindle.DwindleError, match="images hold NaN"):
         model(x)
-    model.head.weight.data.fill_(torch.inf)
+    model.readouts[-1].head.weight.data.fill_(torch.inf)
     with pytest.raises(dwindle.DwindleError, match="model gives NaN"):
         model(images())
 
@@ -219,6 +220,7 @@ def test_settings_from_numpy():
         {"widths": (16, 24)},
         {"depth": 0},
         {"outputs": "words"},
+        {"readouts": "none"},
     ],
 )
 def test_bad_networks(given):

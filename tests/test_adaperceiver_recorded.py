@@ -85,9 +85,9 @@ def test_recordings_follow_the_weights(place):
 
     settled()
     for change, anew in (
-        (lambda: model.head.weight.mul_(2), False),  # read where it lies
+        (lambda: model.readouts[-1].head.weight.mul_(2), False),  # read where it lies
         (lambda: model.blocks[1].ffn.fc1.weight.mul_(1.5), False),
-        (lambda: setattr(model, "head", copy.deepcopy(model.head)), True),
+        (lambda: setattr(model.readouts[-1], "head", copy.deepcopy(model.readouts[-1].head)), True),
         (lambda: setattr(model.latent, "data", 2 * model.latent.data), True),
         (lambda: model.float().double(), True),
         (lambda: setattr(model, "attention", "mask"), True),

@@ -75,14 +75,28 @@ def test_samples_by_stage(data, tmp_path):
     assert set(found["sampled"].tolist()) <= {4, 8, 16} and len(found["sampled"]) == 4
 
 
-def test_the_largest_setting_first_and_once_more(data, tmp_path):
-    work = run(data, tmp_path / "run", "largest_first=true", "largest_weight=0.5", "depth_weight=0")
+def test_the_largest_setting_once_more(data, tmp_path):
+    work = run(data, tmp_path / "run", "largest_weight=0.5", "depth_weight=0")
     x, y = next(iter(work.batches(train=False)))
     said = work.model.answers(x)
     losses = work.loss(said.tokens, y, None)
-    for epoch, wanted in enumerate([losses[-1], losses.mean() + 0.5 * losses[-1]]):
-        work.epoch = epoch
-        torch.testing.assert_close(work.terms(said, y)["total"], wanted)
+    torch.testing.assert_close(work.terms(said, y)["total"], losses.mean() + 0.5 * losses[-1])
+
+
+def test_read_outs_of_their_own_begin_from_one_and_end_in_one(data, tmp_path):
+    """One read-out for all depths begins each depth's; of these the last begins one for all."""
+    list(run(data, tmp_path / "one", "epochs=1").epochs())
+    one = dwindle.load(tmp_path / "one")
+    work = run(data, tmp_path / "own", f"weights={tmp_path / 'one'}", "method.readouts=own", "epochs=1")
+    x = torch.randn(3, 3, 32, 32)
+    torch.testing.assert_close(work.model.eval().every(x), one.every(x))
+    assert len({id(readout) for readout in work.model.readouts}) == 4
+    list(work.epochs())
+    own = dwindle.load(tmp_path / "own")
+    weights = [readout.head.weight for readout in own.readouts]
+    assert not any(torch.equal(weights[0], other) for other in weights[1:])
+    again = run(data, tmp_path / "again", f"weights={tmp_path / 'own'}", "epochs=1").model.eval()
+    torch.testing.assert_close(again(x).logits, own(x).logits)
 
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
@@ -114,7 +128,7 @@ def test_frozen_parts(data, tmp_path):
     before = {name: value.clone() for name, value in work.model.state_dict().items()}
     list(work.epochs())
     moved = {name for name, value in work.model.state_dict().items() if not torch.equal(value, before[name])}
-    assert moved and all(name.split(".")[0] in ("write", "output", "head") for name in moved)
+    assert moved and all(name.startswith("readouts.") for name in moved)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +212,10 @@ def test_begins_from_a_vit(data, vit, tmp_path):
     wanted = (angle * 10**-0.5 / (2 * torch.pi) * 4).floor().long() % 4
     assert (rows == wanted).float().mean() > 0.7
     list(work.epochs())
+    own = run(data, tmp_path / "own", f"weights={vit}", "method.ffn_ratio=4.0", "method.readouts=own").model
+    for readout in own.readouts:
+        assert torch.equal(readout.head.weight, theirs.head.weight)
+        assert torch.equal(readout.write.norm_source.weight, theirs.norm.weight)
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,45 @@ def fold(write: Write, latents: Tensor, weight: Tensor, bias: Tensor, keep: Tens
     return write.proj(out + write.kv.bias[width:].to(x.dtype))
 
 
+class ReadOut(nn.Module):
+    """Latents to answers (Eq. 13): what asks, a learned output token or the projected patches; the write head; and what
+    makes answers of output tokens.
+    """
+
+    def __init__(self, width: int, heads: int, classes: int, outputs: str, head: str) -> None:
+        super().__init__()
+        self.by_class = outputs == "class"
+        self.write = Write(width, heads)
+        if self.by_class:
+            self.output = nn.Parameter(torch.empty(1, width))
+        else:
+            self.output_proj = nn.Linear(width, width)  # C.6
+        last = nn.Linear(width, classes)
+        self.head = last if head == "linear" else nn.Sequential(nn.Linear(width, width), nn.GELU(), last)
+
+    def table(self, turn: Turn) -> tuple[Tensor, Tensor] | None:
+        return self.write.table(self.output, turn) if self.by_class else None
+
+    def forward(
+        self, z: Tensor, patches: Tensor, turn: Turn, table: tuple[Tensor, Tensor] | None, keep: Tensor | None = None
+    ) -> Tensor:
+        """(B, M, D) output tokens; with `keep` (G, N) read from each of G choices of latents, (B, G, M, D)."""
+        if table is not None:
+            out = self.output + self.write.folded(z, table, keep)
+            return out if keep is None else out[:, :, None]
+        start = self.output_proj(patches)
+        q = self.write.queries(start)
+        if keep is None:
+            return start + self.write(q, z, turn)
+        many = [start + self.write(q, z, turn, row.expand(q.shape[-2], -1)) for row in keep]
+        return torch.stack(many, 1)
+
+    def answer(self, outputs: Tensor) -> Tensor:
+        """Output tokens (..., M, D) to (..., classes), dense (..., M, classes)."""
+        logits = self.head(outputs)
+        return logits.squeeze(-2) if self.by_class else logits
+
+
 @cache
 def _compiled_fold() -> Callable[..., Tensor]:
     return torch.compile(fold, dynamic=False)

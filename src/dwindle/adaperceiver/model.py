@@ -6,7 +6,7 @@ B images, P input tokens, N latents, G granularities, L blocks, D width. Encode 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +18,14 @@ from ..errors import DwindleError, unknown
 from ..model import Output, check_finite
 from ..ops.patches import embed_patches
 from ..trace import Trace
-from .blocks import Attend, Block, MatFFN, Read, Turn, Write, any_batch, attention, fastest, numbers, steps, turns
+from .blocks import Attend, Block, MatFFN, Read, ReadOut, Turn, any_batch, attention, fastest, numbers, steps, turns
 from .cost import setting_macs, trace_macs
 from .settings import Choice, check, settings, trace_of
 
 if TYPE_CHECKING:
     from .recorded import Recorder
 
-OUTPUTS, HEADS = ("class", "dense"), ("linear", "mlp")
+OUTPUTS, HEADS, READOUTS = ("class", "dense"), ("linear", "mlp"), ("shared", "own")
 PRESETS: dict[str, dict[str, Any]] = {
     # C.7, but patches of 16: with the 14 printed there it has 143.7M parameters, with 16 the 143.8M of Table 5.
     "paper": {},
@@ -65,7 +65,8 @@ class AdaPerceiver(nn.Module):
     """`model(images, tokens=96, depth=12, width=624)`; left out, each is the largest it was trained with.
 
     tokens, widths: those trained. outputs: 'class', one learned output token; 'dense', an answer for each patch.
-    head: 'linear', or 'mlp' for feature distillation (D.1).
+    head: 'linear', or 'mlp' for feature distillation (D.1). readouts: 'shared' by all depths (Eq. 13), or 'own': each
+    depth has its output token, write head and classifier.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class AdaPerceiver(nn.Module):
         rope_theta: float = 10000.0,
         outputs: str = "class",
         head: str = "linear",
+        readouts: str = "shared",
     ) -> None:
         super().__init__()
         tokens, widths = tuple(tokens), tuple(widths or (width,))
@@ -92,6 +94,8 @@ class AdaPerceiver(nn.Module):
             raise unknown("kind of outputs", outputs, OUTPUTS)
         if head not in HEADS:
             raise unknown("head", head, HEADS)
+        if readouts not in READOUTS:
+            raise unknown("kind of read-outs", readouts, READOUTS)
         for given, fits, expected in (
             (f"image = {image}", not image % patch, f"it must be a multiple of the patch, {patch}"),
             (f"width = {width}", not width % (2 * heads), f"it must be a multiple of 2 x {heads} heads"),
@@ -110,6 +114,7 @@ class AdaPerceiver(nn.Module):
             **{"classes": classes, "image": image, "patch": patch, "channels": channels, "width": width},
             **{"depth": depth, "heads": heads, "ffn_ratio": ffn_ratio, "tokens": tokens, "widths": widths},
             **{"layer_scale": layer_scale, "rope_theta": rope_theta, "outputs": outputs, "head": head},
+            **{"readouts": readouts},
         }
         self.classes, self.image, self.patch, self.channels = classes, image, patch, channels
         self.width, self.depth, self.heads, self.ffn_ratio = width, depth, heads, ffn_ratio
@@ -125,13 +130,8 @@ class AdaPerceiver(nn.Module):
         self.latent = nn.Parameter(torch.empty(1, width))
         self.read = Read(width, heads)
         self.blocks = nn.ModuleList(Block(width, heads, self.hidden(width), layer_scale) for _ in range(depth))
-        self.write = Write(width, heads)
-        if outputs == "class":
-            self.output = nn.Parameter(torch.empty(1, width))
-        else:
-            self.output_proj = nn.Linear(width, width)  # C.6
-        last = nn.Linear(width, classes)
-        self.head = last if head == "linear" else nn.Sequential(nn.Linear(width, width), nn.GELU(), last)
+        count = depth if readouts == "own" else 1
+        self.readouts: Any = nn.ModuleList(ReadOut(width, heads, classes, outputs, head) for _ in range(count))
         self._start()
 
     @classmethod
@@ -149,9 +149,13 @@ class AdaPerceiver(nn.Module):
             if isinstance(module, nn.Linear | nn.Conv2d):
                 nn.init.trunc_normal_(module.weight, std=std)
                 nn.init.zeros_(module.bias)  # type: ignore[arg-type]
-        learned = (self.position, self.latent, *([self.output] if self.outputs == "class" else []))
-        for parameter in learned:
+        asking = [readout.output for readout in self.readouts] if self.outputs == "class" else []
+        for parameter in (self.position, self.latent, *asking):
             nn.init.trunc_normal_(parameter, std=0.02)
+
+    def readout(self, depth: int) -> ReadOut:
+        """What reads answers out after block `depth`, from 1."""
+        return self.readouts[depth - 1 if len(self.readouts) > 1 else 0]
 
     def hidden(self, width: int) -> int:
         """Neurons of the FFN at this width."""
@@ -261,13 +265,12 @@ class AdaPerceiver(nn.Module):
         confidences decide; those that go on are one selection.
         """
         turn, attend = self._prepare(t, patches)
-        table = self.write.table(self.output, turn) if self.outputs == "class" else None
-        z = self.read.latents(self.latent, patches, turn)  # (B, N, D)
+        z, write = self.read.latents(self.latent, patches, turn), self._writer(turn)  # z: (B, N, D)
 
         def read_out(at: int, who: Tensor | None, rows: list[int]) -> tuple[Tensor, Tensor]:
             reads[at - 1, rows] = True
-            feature = self._written(picked(z, who), self._asking(patches, who), turn, table)
-            return self._answer(feature), feature
+            feature = write(at, picked(z, who), self._asking(patches, who))
+            return self.readout(at).answer(feature), feature
 
         for at, block in enumerate(self.blocks, 1):
             z = block(z, turn, attend, self.hidden(w))
@@ -309,22 +312,17 @@ class AdaPerceiver(nn.Module):
         kind = self.attention or fastest(shape, ends, patches.device, dtype, torch.is_grad_enabled())
         return turns(tokens, size, self.rope_theta, patches), attention(kind, ends, patches.device)
 
-    def _written(self, z: Tensor, patches: Tensor, turn: Turn, table: Any, keep: Tensor | None = None) -> Tensor:
-        """(B, M, D) output tokens; with `keep` (G, N) read from each of G choices of latents, (B, G, M, D)."""
-        if self.outputs == "class":
-            out = self.output + self.write.folded(z, table, keep)
-            return out if keep is None else out[:, :, None]
-        start = self.output_proj(patches)
-        q = self.write.queries(start)
-        if keep is None:
-            return start + self.write(q, z, turn)
-        many = [start + self.write(q, z, turn, row.expand(q.shape[-2], -1)) for row in keep]
-        return torch.stack(many, 1)
+    def _writer(self, turn: Turn) -> Callable[..., Tensor]:
+        """`write(depth, z, patches, keep)`: output tokens; each read-out's table is made once."""
+        tables: dict[ReadOut, Any] = {}
 
-    def _answer(self, outputs: Tensor) -> Tensor:
-        """Output tokens (..., M, D) to (..., classes), dense (..., M, classes)."""
-        logits = self.head(outputs)
-        return logits.squeeze(-2) if self.outputs == "class" else logits
+        def write(depth: int, z: Tensor, patches: Tensor, keep: Tensor | None = None) -> Tensor:
+            readout = self.readout(depth)
+            if readout not in tables:
+                tables[readout] = readout.table(turn)
+            return readout(z, patches, turn, tables[readout], keep)
+
+        return write
 
     def answers(self, images: Tensor, widths: Tensor | None = None, sampled: Tensor | None = None) -> Answers:
         """Algorithm 3's forward pass: every granularity out of one run of the largest.
@@ -334,21 +332,21 @@ class AdaPerceiver(nn.Module):
         patches = self.embed(images)
         largest = self.tokens[-1]
         turn, attend = self._prepare(largest, patches)
-        table = self.write.table(self.output, turn) if self.outputs == "class" else None
         at = torch.arange(largest, device=images.device)
         kept = None
         if widths is not None:
             neurons = numbers(tuple(map(self.hidden, range(self.width + 1))), images.device)[widths]
             kept = (torch.arange(self.hidden(self.width), device=images.device) < neurons[:, None])[:, None]
             kept = kept.to(patches.dtype)
-        z, depths = self.read.latents(self.latent, patches, turn), []
-        for i, block in enumerate(self.blocks):
+        z, write, depths = self.read.latents(self.latent, patches, turn), self._writer(turn), []
+        for depth, block in enumerate(self.blocks, 1):
             z = block(z, turn, attend, None, kept)
             if sampled is not None:
-                depths.append(self._written(z, patches, turn, table, (at < sampled[i])[None])[:, 0])
+                feature = write(depth, z, patches, (at < sampled[depth - 1])[None])[:, 0]
+                depths.append(self.readout(depth).answer(feature))
         grains = at < numbers(self.tokens, images.device)[:, None]  # (G, N)
-        by_tokens = self._written(z, patches, turn, table, grains).transpose(0, 1)
-        return Answers(self._answer(by_tokens), self._answer(torch.stack(depths)) if depths else None)
+        by_tokens = self.readout(self.depth).answer(write(self.depth, z, patches, grains).transpose(0, 1))
+        return Answers(by_tokens, torch.stack(depths) if depths else None)
 
     @torch.no_grad()
     def every(self, images: Tensor, width: int | None = None) -> Tensor:
@@ -356,13 +354,12 @@ class AdaPerceiver(nn.Module):
         _, _, (w,) = settings(self, None, None, width, 1)
         patches = self.embed(images)
         turn, attend = self._prepare(self.tokens[-1], patches)
-        table = self.write.table(self.output, turn) if self.outputs == "class" else None
         at = torch.arange(self.tokens[-1], device=images.device)
         grains = at < numbers(self.tokens, images.device)[:, None]
-        z, found = self.read.latents(self.latent, patches, turn), []
-        for block in self.blocks:
+        z, write, found = self.read.latents(self.latent, patches, turn), self._writer(turn), []
+        for depth, block in enumerate(self.blocks, 1):
             z = block(z, turn, attend, self.hidden(w))
-            found.append(self._answer(self._written(z, patches, turn, table, grains).transpose(0, 1)))
+            found.append(self.readout(depth).answer(write(depth, z, patches, grains).transpose(0, 1)))
         return torch.stack(found)
 
     def unwrap(self) -> nn.Module:

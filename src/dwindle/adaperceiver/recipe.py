@@ -30,7 +30,6 @@ class AdaRecipe(Recipe):
     token_weight: float = 1.0
     depth_weight: float = 1.0
     largest_weight: float = 0.0  # of the most tokens at full depth once more, beside their share in the mean
-    largest_first: bool = False  # the first stage trains these alone, under the block mask
     optimizer: str = "adamw"  # or 'soap', from pytorch-optimizer
     attention: str | None = None  # 'steps', 'mask' or 'flex'; None: the fastest on this machine
 

@@ -31,8 +31,11 @@ def begin_from(model: AdaPerceiver, source: str, images: Tensor) -> None:
 def _from_ada(model: AdaPerceiver, other: AdaPerceiver, source: str) -> None:
     """What belongs to its task (outputs, head) starts anew where it does not fit."""
     own, given = model.state_dict(), other.state_dict()
+    for i in range(len(model.readouts)):  # one for all depths begins as the last of theirs
+        theirs = other.readout(min(i + 1, other.depth) if len(model.readouts) > 1 else other.depth)
+        given |= {f"readouts.{i}.{name}": value for name, value in theirs.state_dict().items()}
     fitting = {n: v for n, v in given.items() if n in own and own[n].shape == v.shape}
-    lost = [n for n in own if n not in fitting and not n.startswith(("head.", "output"))]
+    lost = [n for n in own if n not in fitting and not n.startswith("readouts.")]
     if lost:
         raise DwindleError(f"weights = {source} does not fit: '{lost[0]}' differs; train the same configuration.")
     model.load_state_dict(fitting, strict=False)
@@ -84,19 +87,20 @@ def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor) -> N
     ffn.fc1.weight[: 2 * model.width] = torch.cat([one, -one])
     ffn.fc2.weight.zero_()
     ffn.fc2.weight[:, : 2 * model.width] = torch.cat([one, -one], 1)
-    for cross, scale in ((model.read, size), (model.write, 1.0)):
+    norm, head = getattr(vit, "norm", None), getattr(vit, "head", None)
+    for cross, scale in ((model.read, size), *((readout.write, 1.0) for readout in model.readouts)):
         cross.kv.weight[model.width :] = scale * one
         cross.proj.weight.copy_(one)
-    if isinstance(getattr(vit, "norm", None), nn.LayerNorm):
-        _copy(model.write.norm_source, vit.norm)
+    for readout in model.readouts:
+        if isinstance(norm, nn.LayerNorm):
+            _copy(readout.write.norm_source, norm)
+        if (
+            isinstance(head, nn.Linear)
+            and isinstance(readout.head, nn.Linear)
+            and head.weight.shape == readout.head.weight.shape
+        ):
+            _copy(readout.head, head)
     _look_at_places(model, images)
-    head = getattr(vit, "head", None)
-    if (
-        isinstance(head, nn.Linear)
-        and isinstance(model.head, nn.Linear)
-        and head.weight.shape == model.head.weight.shape
-    ):
-        _copy(model.head, head)
 
 
 def _copy(own: nn.Module, theirs: nn.Module) -> None:

@@ -99,7 +99,8 @@ class AdaRun(Run):
         if compiled:
             # A graph for each kind of stage, and in evaluation for each width and size of batch.
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-            self.model.write.compiled = True
+            for readout in self.model.readouts:
+                readout.write.compiled = True
             for block in self.model.blocks:
                 block.compile(dynamic=False)
             if self.teacher is not None:
@@ -161,7 +162,7 @@ class AdaRun(Run):
         plain: list[nn.Parameter] = []
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                free = parameter.dim() <= 1 or name in ("position", "latent", "output")
+                free = parameter.dim() <= 1 or name.rpartition(".")[2] in ("position", "latent", "output")
                 (plain if free else decayed).append(parameter)
         groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         if recipe.optimizer == "adamw":
@@ -286,8 +287,6 @@ class AdaRun(Run):
         losses = self.loss(answers.tokens, y, taught)  # (G,), the most tokens last
         terms = {"tokens": losses.mean()}
         terms["total"] = recipe.token_weight * terms["tokens"] + recipe.largest_weight * losses[-1]
-        if recipe.largest_first and self.stage == 0:
-            terms["total"] = losses[-1]
         if answers.depths is not None:
             losses = self.loss(answers.depths, y, taught)  # (L,)
             weights = torch.arange(1, len(losses) + 1, device=losses.device) / len(losses)
@@ -356,10 +355,4 @@ def feature_loss(answers: Tensor, wanted: Tensor) -> Tensor:
 def _freeze(model: AdaPerceiver) -> None:
     """D.2: the write head, the output tokens and the last linear layer learn on."""
     model.requires_grad_(False)
-    parts: list[nn.Module] = [model.write, model.head]
-    if model.outputs == "class":
-        model.output.requires_grad_(True)
-    else:
-        parts.append(model.output_proj)
-    for part in parts:
-        part.requires_grad_(True)
+    model.readouts.requires_grad_(True)
