@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import dwindle
@@ -156,6 +159,18 @@ def test_checkpoint(tmp_path):
     assert isinstance(again, dwindle.AdaPerceiver) and again.extra["note"] == "x" and again.config == model.config
     x = images(dtype=torch.float32)
     assert torch.equal(model(x, 8, 3, 16).logits, again(x, 8, 3, 16).logits)
+
+
+@pytest.mark.parametrize("outputs", ["class", "dense"])
+def test_a_checkpoint_of_when_the_read_out_had_no_name(outputs, tmp_path):
+    model = tiny(torch.float32, outputs=outputs)
+    folder = dwindle.save(model, tmp_path / "ada")
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    del config["backbone"]["options"]["readouts"]
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({n.removeprefix("readouts.0."): w for n, w in weights.items()}, folder / "model.safetensors")
+    x = images(2, torch.float32)
+    assert torch.equal(dwindle.load(folder)(x).logits, model(x).logits)
 
 
 @pytest.mark.parametrize(

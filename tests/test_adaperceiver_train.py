@@ -95,8 +95,18 @@ def test_read_outs_of_their_own_begin_from_one_and_end_in_one(data, tmp_path):
     own = dwindle.load(tmp_path / "own")
     weights = [readout.head.weight for readout in own.readouts]
     assert not any(torch.equal(weights[0], other) for other in weights[1:])
-    again = run(data, tmp_path / "again", f"weights={tmp_path / 'own'}", "epochs=1").model.eval()
-    torch.testing.assert_close(again(x).logits, own(x).logits)
+    for depth in (4, 2):
+        given = (f"weights={tmp_path / 'own'}", f"method.depth={depth}", "epochs=1")
+        again = run(data, tmp_path / f"again_{depth}", *given).model.eval()
+        torch.testing.assert_close(again(x).logits, own(x, depth=depth).logits)
+
+
+def test_a_frozen_network_keeps_its_tokens(data, tmp_path):
+    list(run(data, tmp_path / "first", "epochs=1").epochs())
+    given = (f"weights={tmp_path / 'first'}", "epochs=1", "method.tokens=(8,16)")
+    run(data, tmp_path / "free", *given)
+    with pytest.raises(dwindle.DwindleError, match=r"tokens = \(4, 8, 16\).*learning \(8, 16\)"):
+        run(data, tmp_path / "frozen", *given, "freeze_backbone=true")
 
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])

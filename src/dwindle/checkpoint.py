@@ -180,13 +180,17 @@ def _own(folder: Path, config: dict[str, Any]) -> Any:
     """An AdaPerceiver. Typed Any, as callers that take either kind ask which it is."""
     from .adaperceiver import AdaPerceiver
 
+    options, weights = as_options(config["backbone"]["options"]), read_both(folder, config)
     try:
-        model = AdaPerceiver(**as_options(config["backbone"]["options"]))
+        model = AdaPerceiver(**options)
     except TypeError as error:
         raise DwindleError(
             f"{folder / CONFIG} has settings this version does not know ({error}); {OTHER_VERSION}."
         ) from error
-    fill(model, read_both(folder, config), folder)
+    if "readouts" not in options:  # saved when there was one, which had no name
+        nameless = ("write.", "output", "head.")
+        weights = {f"readouts.0.{n}" if n.startswith(nameless) else n: w for n, w in weights.items()}
+    fill(model, weights, folder)
     model.extra = config.get("extra", {})
     return model.eval()
 

@@ -240,9 +240,8 @@ class ReadOut(nn.Module):
 
     def __init__(self, width: int, heads: int, classes: int, outputs: str, head: str) -> None:
         super().__init__()
-        self.by_class = outputs == "class"
         self.write = Write(width, heads)
-        if self.by_class:
+        if outputs == "class":
             self.output = nn.Parameter(torch.empty(1, width))
         else:
             self.output_proj = nn.Linear(width, width)  # C.6
@@ -250,26 +249,26 @@ class ReadOut(nn.Module):
         self.head = last if head == "linear" else nn.Sequential(nn.Linear(width, width), nn.GELU(), last)
 
     def table(self, turn: Turn) -> tuple[Tensor, Tensor] | None:
-        return self.write.table(self.output, turn) if self.by_class else None
+        return self.write.table(self.output, turn) if hasattr(self, "output") else None
 
     def forward(
         self, z: Tensor, patches: Tensor, turn: Turn, table: tuple[Tensor, Tensor] | None, keep: Tensor | None = None
-    ) -> Tensor:
-        """(B, M, D) output tokens; with `keep` (G, N) read from each of G choices of latents, (B, G, M, D)."""
+    ) -> tuple[Tensor, Tensor]:
+        """Answers (B, classes), dense (B, M, classes), and output tokens (B, M, D).
+
+        keep: (G, N) bool, G choices of latents to read from; then there are G of both, (G, B, ...).
+        """
         if table is not None:
-            out = self.output + self.write.folded(z, table, keep)
-            return out if keep is None else out[:, :, None]
+            out = self.output + self.write.folded(z, table, keep)  # (B, M, D), or (B, G, D)
+            out = out if keep is None else out.transpose(0, 1)[:, :, None]
+            return self.head(out).squeeze(-2), out
         start = self.output_proj(patches)
         q = self.write.queries(start)
         if keep is None:
-            return start + self.write(q, z, turn)
-        many = [start + self.write(q, z, turn, row.expand(q.shape[-2], -1)) for row in keep]
-        return torch.stack(many, 1)
-
-    def answer(self, outputs: Tensor) -> Tensor:
-        """Output tokens (..., M, D) to (..., classes), dense (..., M, classes)."""
-        logits = self.head(outputs)
-        return logits.squeeze(-2) if self.by_class else logits
+            out = start + self.write(q, z, turn)
+        else:
+            out = torch.stack([start + self.write(q, z, turn, row.expand(q.shape[-2], -1)) for row in keep])
+        return self.head(out), out
 
 
 @cache

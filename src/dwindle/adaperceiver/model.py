@@ -265,12 +265,11 @@ class AdaPerceiver(nn.Module):
         confidences decide; those that go on are one selection.
         """
         turn, attend = self._prepare(t, patches)
-        z, write = self.read.latents(self.latent, patches, turn), self._writer(turn)  # z: (B, N, D)
+        z, answers = self.read.latents(self.latent, patches, turn), self._answering(turn)  # z: (B, N, D)
 
         def read_out(at: int, who: Tensor | None, rows: list[int]) -> tuple[Tensor, Tensor]:
             reads[at - 1, rows] = True
-            feature = write(at, picked(z, who), self._asking(patches, who))
-            return self.readout(at).answer(feature), feature
+            return answers(at, picked(z, who), self._asking(patches, who))
 
         for at, block in enumerate(self.blocks, 1):
             z = block(z, turn, attend, self.hidden(w))
@@ -312,17 +311,17 @@ class AdaPerceiver(nn.Module):
         kind = self.attention or fastest(shape, ends, patches.device, dtype, torch.is_grad_enabled())
         return turns(tokens, size, self.rope_theta, patches), attention(kind, ends, patches.device)
 
-    def _writer(self, turn: Turn) -> Callable[..., Tensor]:
-        """`write(depth, z, patches, keep)`: output tokens; each read-out's table is made once."""
+    def _answering(self, turn: Turn) -> Callable[..., tuple[Tensor, Tensor]]:
+        """`answers(depth, z, patches, keep)`: what the depth's `ReadOut` gives, its table made once for all calls."""
         tables: dict[ReadOut, Any] = {}
 
-        def write(depth: int, z: Tensor, patches: Tensor, keep: Tensor | None = None) -> Tensor:
+        def answers(depth: int, z: Tensor, patches: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
             readout = self.readout(depth)
             if readout not in tables:
                 tables[readout] = readout.table(turn)
             return readout(z, patches, turn, tables[readout], keep)
 
-        return write
+        return answers
 
     def answers(self, images: Tensor, widths: Tensor | None = None, sampled: Tensor | None = None) -> Answers:
         """Algorithm 3's forward pass: every granularity out of one run of the largest.
@@ -338,15 +337,13 @@ class AdaPerceiver(nn.Module):
             neurons = numbers(tuple(map(self.hidden, range(self.width + 1))), images.device)[widths]
             kept = (torch.arange(self.hidden(self.width), device=images.device) < neurons[:, None])[:, None]
             kept = kept.to(patches.dtype)
-        z, write, depths = self.read.latents(self.latent, patches, turn), self._writer(turn), []
+        z, answers, depths = self.read.latents(self.latent, patches, turn), self._answering(turn), []
         for depth, block in enumerate(self.blocks, 1):
             z = block(z, turn, attend, None, kept)
             if sampled is not None:
-                feature = write(depth, z, patches, (at < sampled[depth - 1])[None])[:, 0]
-                depths.append(self.readout(depth).answer(feature))
+                depths.append(answers(depth, z, patches, (at < sampled[depth - 1])[None])[0][0])
         grains = at < numbers(self.tokens, images.device)[:, None]  # (G, N)
-        by_tokens = self.readout(self.depth).answer(write(self.depth, z, patches, grains).transpose(0, 1))
-        return Answers(by_tokens, torch.stack(depths) if depths else None)
+        return Answers(answers(self.depth, z, patches, grains)[0], torch.stack(depths) if depths else None)
 
     @torch.no_grad()
     def every(self, images: Tensor, width: int | None = None) -> Tensor:
@@ -356,10 +353,10 @@ class AdaPerceiver(nn.Module):
         turn, attend = self._prepare(self.tokens[-1], patches)
         at = torch.arange(self.tokens[-1], device=images.device)
         grains = at < numbers(self.tokens, images.device)[:, None]
-        z, write, found = self.read.latents(self.latent, patches, turn), self._writer(turn), []
+        z, answers, found = self.read.latents(self.latent, patches, turn), self._answering(turn), []
         for depth, block in enumerate(self.blocks, 1):
             z = block(z, turn, attend, self.hidden(w))
-            found.append(self.readout(depth).answer(write(depth, z, patches, grains).transpose(0, 1)))
+            found.append(answers(depth, z, patches, grains)[0])
         return torch.stack(found)
 
     def unwrap(self) -> nn.Module:

@@ -19,10 +19,17 @@ from .model import AdaPerceiver
 FOCUS = (2.0, 12.0)  # how narrowly the first and the last head look at their place at the start
 
 
-def begin_from(model: AdaPerceiver, source: str, images: Tensor) -> None:
-    """Load `source`, a checkpoint. images: some (B, C, height, width), prepared, to read places off their patches."""
+def begin_from(model: AdaPerceiver, source: str, images: Tensor, frozen: bool = False) -> None:
+    """Load `source`, a checkpoint. images: some (B, C, height, width), prepared, to read places off their patches.
+    frozen: its blocks will not learn other tokens than it has.
+    """
     other: Any = load(source)
     if isinstance(other, AdaPerceiver):
+        if frozen and other.tokens != model.tokens:
+            raise DwindleError(
+                f"weights = {source} was trained with tokens = {other.tokens}, and freeze_backbone keeps it from "
+                f'learning {model.tokens}; give --set "method.tokens={other.tokens}".'
+            )
         _from_ada(model, other, source)
     else:
         _from_vit(model, other, source, images)
@@ -31,8 +38,8 @@ def begin_from(model: AdaPerceiver, source: str, images: Tensor) -> None:
 def _from_ada(model: AdaPerceiver, other: AdaPerceiver, source: str) -> None:
     """What belongs to its task (outputs, head) starts anew where it does not fit."""
     own, given = model.state_dict(), other.state_dict()
-    for i in range(len(model.readouts)):  # one for all depths begins as the last of theirs
-        theirs = other.readout(min(i + 1, other.depth) if len(model.readouts) > 1 else other.depth)
+    for i in range(len(model.readouts)):  # one for all depths begins as that of the last block
+        theirs = other.readout(min(i + 1 if len(model.readouts) > 1 else model.depth, other.depth))
         given |= {f"readouts.{i}.{name}": value for name, value in theirs.state_dict().items()}
     fitting = {n: v for n, v in given.items() if n in own and own[n].shape == v.shape}
     lost = [n for n in own if n not in fitting and not n.startswith("readouts.")]
