@@ -77,9 +77,6 @@ class Lean(Packed):
         update = linear(parts.fall, ACTIVATIONS[parts.act](hidden))[: len(x_TD)]
         return _added(x_TD, update, parts.scale2), tap
 
-    def linear(self, layer: nn.Linear, rows: Tensor) -> Tensor:
-        return linear(layer, rows)
-
     def mean_over_heads(self, rows_HTE: Tensor) -> Tensor:
         """Head by head: torch is slow to sum over so few."""
         exact = rows_HTE.dtype == torch.float32  # in half precision each sum would be rounded

@@ -85,10 +85,6 @@ class Tokens:
         bias = None if layer.bias is None else layer.bias[index : index + 1]
         return F.linear(x.detach(), layer.weight[index : index + 1], bias)[..., 0]
 
-    def linear(self, layer: nn.Linear, rows: Tensor) -> Tensor:
-        """A layer of the method's, where no gradient is asked for."""
-        return layer(rows)
-
     def per_image(self, values_B: Tensor) -> Tensor:
         """Values of the images, handed to their rows."""
         raise NotImplementedError

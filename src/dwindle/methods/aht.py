@@ -72,10 +72,8 @@ class Planner(nn.Module):
 
     def forward(self, tokens: Tokens, x: Tensor) -> Tensor:
         context = tokens.per_image(self.context(tokens.image_mean(x)))
-        if torch.is_grad_enabled():
-            hidden = torch.relu(self.token(x) + context)
-        else:
-            hidden = tokens.linear(self.token, x).add_(context).relu_()
+        hidden = self.token(x)
+        hidden = torch.relu(hidden + context) if torch.is_grad_enabled() else hidden.add_(context).relu_()
         return wide(self.out(hidden)[..., 0])
 
     def standing(self, tokens: Tokens, x: Tensor) -> Tensor:
