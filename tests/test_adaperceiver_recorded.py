@@ -29,10 +29,11 @@ def made(recorder):
     return [path for path in recorder._paths.values() if isinstance(path, Recorded)]
 
 
+@pytest.mark.parametrize("readouts", ["shared", "own"])
 @pytest.mark.parametrize("outputs", ["class", "dense"])
 @torch.no_grad()
-def test_a_recording_is_the_run(place, outputs):
-    model = tiny(outputs=outputs).to(place)
+def test_a_recording_is_the_run(place, outputs, readouts):
+    model = tiny(outputs=outputs, readouts=readouts).to(place)
     x, recorder = images(5).to(place), Recorder(model)
     for _ in range(3):
         for setting in SETTINGS:

@@ -94,10 +94,10 @@ def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor) -> N
     ffn.fc1.weight[: 2 * model.width] = torch.cat([one, -one])
     ffn.fc2.weight.zero_()
     ffn.fc2.weight[:, : 2 * model.width] = torch.cat([one, -one], 1)
-    norm, head = getattr(vit, "norm", None), getattr(vit, "head", None)
     for cross, scale in ((model.read, size), *((readout.write, 1.0) for readout in model.readouts)):
         cross.kv.weight[model.width :] = scale * one
         cross.proj.weight.copy_(one)
+    norm, head = getattr(vit, "norm", None), getattr(vit, "head", None)
     for readout in model.readouts:
         if isinstance(norm, nn.LayerNorm):
             _copy(readout.write.norm_source, norm)
