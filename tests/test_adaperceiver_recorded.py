@@ -10,6 +10,7 @@ import torch
 import dwindle
 from dwindle.adaperceiver import recorded
 from dwindle.adaperceiver.grid import latencies
+from dwindle.adaperceiver.leaving import Leaving
 from dwindle.adaperceiver.recorded import Recorded, Recorder
 from dwindle.engine import recording
 from test_adaperceiver import images, tiny
@@ -26,7 +27,7 @@ def same(ours, theirs):
 
 
 def made(recorder):
-    return [path for path in recorder._paths.values() if isinstance(path, Recorded)]
+    return [path for path in recorder._paths.values() if isinstance(path, Recorded | Leaving)]
 
 
 @pytest.mark.parametrize("readouts", ["shared", "own"])
@@ -44,6 +45,32 @@ def test_a_recording_is_the_run(place, outputs, readouts):
     assert torch.equal(model.macs(ours.trace), model.macs(model.run(x, *SETTINGS[0]).trace))
 
 
+@pytest.mark.parametrize("readouts", ["shared", "own"])
+@torch.no_grad()
+def test_leaving_is_the_run(place, readouts):
+    """Images that leave at every depth, all at once and not at all; in batches of any size."""
+    model = tiny(readouts=readouts).to(place)
+    for block, strength in zip(model.blocks, (0.5, 1.0, 2.0, 4.0)):  # answers that grow surer
+        block.scale1.fill_(strength)
+    for readout in model.readouts:
+        readout.head.weight.mul_(4)
+    x, recorder, seen = images(21).to(place), Recorder(model), set()
+    recorder.most = 40
+    for setting in SETTINGS:
+        sure = model.run(x, *setting, exit=1.0).logits.softmax(-1).amax(-1).sort().values.tolist()
+        for exit in (1e-6, sure[3], sure[10], sure[17], 1.0):
+            for batch in (x, x[:5].flip(0), x[-1:]):
+                for _ in range(2):
+                    ours, theirs = recorder(batch, *setting, exit), model.run(batch, *setting, exit)
+                    same(ours, theirs)
+                    assert torch.equal(model.macs(ours.trace), model.macs(theirs.trace))
+                seen |= set(theirs.trace.depth.amax(-1).tolist())
+    assert seen == {1, 2, 3, 4}
+    paths = made(recorder)
+    assert len(paths) == 3 * len(SETTINGS)  # whatever the threshold
+    assert len({size for path in paths for _, size in path.graphs}) > 5
+
+
 @torch.no_grad()
 def test_answers_outlive_the_next_call(place):
     model, x = tiny().to(place), images(3).to(place)
@@ -53,6 +80,10 @@ def test_answers_outlive_the_next_call(place):
     first.trace.values[0]["mine"] = first.logits
     second = recorder(x.flip(0), 8, 4, 32)
     assert torch.equal(first.logits, kept) and "mine" not in second.trace.values[0]
+    third = [recorder(x, 8, 4, 32, 0.9) for _ in range(2)][-1]
+    kept = third.logits.clone()
+    recorder(x.flip(0), 8, 4, 32, 0.9)
+    assert torch.equal(third.logits, kept)
 
 
 @torch.no_grad()
@@ -81,10 +112,11 @@ def test_recordings_follow_the_weights(place):
     model, x = tiny().to(place), images(3).to(place)
     recorder = Recorder(model)
 
-    def settled():
-        return [recorder(x, 8, 3, 24) for _ in range(3)][-1]
+    def settled(exit=None):
+        return [recorder(x, 8, 3, 24, exit) for _ in range(3)][-1]
 
     settled()
+    settled(0.5)
     for change, anew in (
         (lambda: model.readouts[-1].head.weight.mul_(2), False),  # read where it lies
         (lambda: model.blocks[1].ffn.fc1.weight.mul_(1.5), False),
@@ -95,9 +127,10 @@ def test_recordings_follow_the_weights(place):
     ):
         before = made(recorder)
         change()
-        same(recorder(x, 8, 3, 24), model.run(x, 8, 3, 24))
-        same(settled(), model.run(x, 8, 3, 24))
-        assert (made(recorder)[-1] not in before) == anew
+        for exit in (None, 0.5):
+            same(recorder(x, 8, 3, 24, exit), model.run(x, 8, 3, 24, exit))
+            same(settled(exit), model.run(x, 8, 3, 24, exit))
+            assert (made(recorder)[-1] not in before) == anew
 
 
 def test_either_mode_may_come_first(place):
@@ -135,8 +168,11 @@ def test_who_is_recorded(place, monkeypatch):
     with torch.no_grad():
         model(x)
         model(x, tokens=8, width=16)
-        for given in ({"exit": 0.5}, {"tokens": [8] * 4}, {"depth": torch.tensor([1, 2, 3, 4])}):
+        model(x, tokens=8, exit=0.5)
+        for given in ({"exit": 0.5, "depth": [4] * 4}, {"tokens": [8] * 4}, {"depth": torch.tensor([1, 2, 3, 4])}):
             model(x, **given)
+        with pytest.raises(dwindle.DwindleError, match="in \\(0, 1\\]"):
+            model(x, exit=1.5)
         with pytest.raises(dwindle.DwindleError, match="from 1 to 64"):
             model(x, tokens=0)
         with pytest.raises(dwindle.DwindleError, match="whole number"):
@@ -144,7 +180,7 @@ def test_who_is_recorded(place, monkeypatch):
         model.train()(x)
         model.eval()
     model(x)
-    assert asked == [(16, 4, 32), (8, 4, 16)]
+    assert asked == [(16, 4, 32, None), (8, 4, 16, None), (8, 4, 32, 0.5)]
 
 
 def test_a_copy_has_recordings_of_its_own(place):
@@ -168,5 +204,7 @@ def test_on_a_gpu():
             for _ in range(3):
                 ours, theirs = model(x, tokens=8), model.run(x, tokens=8)
                 torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-4, rtol=1e-4)
-    assert len(made(model.recorder)) == 2
+                ours, theirs = model(x, tokens=8, exit=1.0), model.run(x, tokens=8, exit=1.0)
+                torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-4, rtol=1e-4)
+    assert len(made(model.recorder)) == 4
     assert latencies(model, [(t, 4, 32) for t in range(1, 11)], 2, "cuda", torch.float32, 0.1)[0]["rounds"] >= 5

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 import dwindle
-from dwindle.adaperceiver.blocks import turned, turns
+from dwindle.adaperceiver.blocks import SelfAttention, turned, turns
+from dwindle.adaperceiver.start import _speeds
 from dwindle.adaperceiver.train import AdaRun, feature_loss
 from dwindle.recipes import ada_tiny_test
 from dwindle.train.recipe import changed
@@ -83,6 +85,27 @@ def test_the_largest_setting_once_more(data, tmp_path):
     torch.testing.assert_close(work.terms(said, y)["total"], losses.mean() + 0.5 * losses[-1])
 
 
+def test_full_width_for_a_share(data, tmp_path):
+    work = run(data, tmp_path / "run", "stages=(0,0,1)", "full_width=0.5")
+    full = work._sample(3000)["widths"].eq(32).float().mean()
+    assert abs(full - (0.5 + 0.5 / 3)) < 0.03
+    assert run(data, tmp_path / "all", "stages=(0,0,1)", "full_width=1")._sample(99)["widths"].eq(32).all()
+
+
+def test_blocks_learn_at_a_rate_of_their_own(data, tmp_path):
+    work = run(data, tmp_path / "run", "block_lr=0.25", "epochs=3")
+    kept = run(data, tmp_path / "kept", "block_lr=0", "epochs=3")
+    before = {name: value.clone() for name, value in kept.model.state_dict().items()}
+    numbers = list(work.epochs())
+    rates = {id(p): group["lr"] for group in work.optimizer.param_groups for p in group["params"]}
+    blocks = {rates[id(p)] for p in work.model.blocks.parameters()}
+    rest = {rates[id(p)] for n, p in work.model.named_parameters() if not n.startswith("blocks.")}
+    assert len(rest) == 1 and blocks == {0.25 * rate for rate in rest} and rest == {numbers[-1]["lr"]}
+    list(kept.epochs())
+    for name, value in kept.model.state_dict().items():
+        assert torch.equal(value, before[name]) == name.startswith("blocks."), name
+
+
 def test_read_outs_of_their_own_begin_from_one_and_end_in_one(data, tmp_path):
     """One read-out for all depths begins each depth's; of these the last begins one for all."""
     list(run(data, tmp_path / "one", "epochs=1").epochs())
@@ -146,6 +169,8 @@ def test_frozen_parts(data, tmp_path):
     [
         ("stages=(1,2)", "three shares"),
         ("optimizer=sgd", "unknown optimizer"),
+        ("full_width=2", "a share of the images, from 0 to 1"),
+        ("block_lr=-1", "a share of lr, at least 0"),
         ("attention=ring", "unknown attention"),
         ("distill=token", "no distillation token"),
         ("layout=packed", "no effect on an AdaPerceiver"),
@@ -200,32 +225,82 @@ def vit(tmp_path_factory):
 
 
 def test_begins_from_a_vit(data, vit, tmp_path):
-    """Its blocks as they are, the heaviest neurons first; input tokens normalised but else as they were; each latent
-    at a place, the first twenty down the image line by line."""
+    """Its blocks, which without RoPE do as they did, the heaviest neurons first; input tokens normalised but else as
+    they were."""
     work = run(data, tmp_path / "run", f"weights={vit}", f"teacher={vit}", "method.ffn_ratio=4.0", "epochs=1")
     model, theirs = work.model, dwindle.load(vit).vit
+    still = torch.ones(3, model.width // model.heads // 2), torch.zeros(3, model.width // model.heads // 2)
     for block, other in zip(model.blocks, theirs.blocks):
-        assert torch.equal(block.attn.qkv.weight, other.attn.qkv.weight)
         x = torch.randn(2, 3, 32)
+        ours = block.attn(x, still, F.scaled_dot_product_attention)
+        torch.testing.assert_close(ours, other.attn(x), atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(block.ffn(x), other.mlp(x), atol=1e-5, rtol=1e-4)
         sizes = block.ffn.fc1.weight.norm(dim=1) * block.ffn.fc2.weight.norm(dim=0)
         assert torch.equal(sizes, sizes.sort(descending=True).values) and block.scale1.eq(1).all()
     x = work._some_images(8)
     patches = model.patch_embed(x).flatten(2).mT + model.position
     torch.testing.assert_close(model.embed(x), model.embed_norm(patches), atol=1e-5, rtol=1e-4)
-    angle, sizes = torch.arange(20), (model.read.heads, model.width // model.read.heads)
-    turn = turns(20, sizes[1], model.rope_theta, x)
-    q = turned(model.read.queries(model.latent).expand(-1, 20, -1), turn)
-    k = model.read.kv(model.read.norm_source(model.embed(x)))[..., : model.width].unflatten(-1, sizes).transpose(1, 2)
-    sees = (q @ k.mT * sizes[1] ** -0.5).softmax(-1).mean(0)[-1]  # (20, P), by the head that looks most narrowly
-    rows = sees.argmax(-1) // 4
-    wanted = (angle * 10**-0.5 / (2 * torch.pi) * 4).floor().long() % 4
-    assert (rows == wanted).float().mean() > 0.7
     list(work.epochs())
     own = run(data, tmp_path / "own", f"weights={vit}", "method.ffn_ratio=4.0", "method.readouts=own").model
     for readout in own.readouts:
         assert torch.equal(readout.head.weight, theirs.head.weight)
         assert torch.equal(readout.write.norm_source.weight, theirs.norm.weight)
+
+
+@torch.no_grad()
+def test_latents_begin_as_patches(data, vit, tmp_path):
+    """Each at its place, as the ViT's first block would meet it but for the four directions of the code of places."""
+    work = run(data, tmp_path / "run", f"weights={vit}", "method.ffn_ratio=4.0")
+    model, x = work.model, work._some_images(8)
+    place = _places(model)  # (N,)
+    sizes, patches = (model.heads, model.width // model.heads), model.embed(x)
+    turn = turns(len(place), sizes[1], model.rope_theta, x)
+    q = turned(model.read.queries(model.latent).expand(-1, len(place), -1), turn)
+    k = model.read.kv(model.read.norm_source(patches))[..., : model.width].unflatten(-1, sizes).transpose(1, 2)
+    sees = (q @ k.mT * sizes[1] ** -0.5).softmax(-1)  # (B, H, N, P)
+    assert sees.argmax(-1).eq(place).float().mean() > 0.9 and sees.amax(-1).mean() > 0.6
+    assert len(set(place.tolist())) >= 12  # of 16 patches
+    theirs = dwindle.load(vit).vit
+    square = theirs.pos_embed[:, 1:].unflatten(1, (6, 6)).permute(0, 3, 1, 2)
+    position = F.interpolate(square, size=(4, 4), mode="bicubic", antialias=True).flatten(2).mT
+    before = (theirs.patch_embed.proj(x).flatten(2).mT + position)[:, place]
+    before = before - before.mean(-1, keepdim=True)
+    alike = F.cosine_similarity(model.read.latents(model.latent, patches, turn), before, -1)
+    assert alike.median() > 0.9
+
+
+def _places(model):
+    """The patch that each latent begins at."""
+    side, pairs = model.image // model.patch, model.width // model.heads // 2
+    at = torch.arange(model.tokens[-1])[:, None] * model.rope_theta ** (-torch.tensor(_speeds(model)) / pairs)
+    columns, rows = (((at / (2 * torch.pi) + 0.5 / side) % 1) * side).long().T
+    return rows * side + columns
+
+
+@torch.no_grad()
+def test_rope_turns_what_matters_least(data, vit, tmp_path):
+    """Scores of queries and keys that have a few strong directions: RoPE leaves the blocks' nearly as the ViT's are."""
+    changed, other = tmp_path / "low rank", dwindle.load(vit)
+    generator = torch.Generator().manual_seed(0)
+    for block in other.vit.blocks:
+        for head in range(2):
+            few = torch.randn(16, 4, generator=generator) @ torch.randn(4, 32, generator=generator)
+            block.attn.qkv.weight[16 * head : 16 * head + 16] += 0.3 * few
+            block.attn.qkv.weight[32 + 16 * head : 48 + 16 * head] += 0.3 * few
+    dwindle.save(other, changed)
+    work = run(data, tmp_path / "run", f"weights={changed}", "method.ffn_ratio=4.0")
+    model = work.model
+    patches = model.embed(work._some_images(32))
+    turn, attend = model._prepare(model.tokens[-1], patches)
+    z = model.read.latents(model.latent, patches, turn)
+    for block, theirs in zip(model.blocks, other.vit.blocks):
+        x = block.norm1(z)
+        wanted = theirs.attn(x)
+        plain = SelfAttention(32, 2)
+        plain.load_state_dict(theirs.attn.state_dict())
+        ours, turned_as_it_was = (a(x, turn, F.scaled_dot_product_attention) for a in (block.attn, plain))
+        assert (ours - wanted).norm() < 0.5 * (turned_as_it_was - wanted).norm()
+        z = block(z, turn, attend)
 
 
 @pytest.mark.parametrize(

@@ -188,15 +188,16 @@ class AdaPerceiver(nn.Module):
     ) -> Output:
         """Each setting is one number, or one per image. exit: leave where the answer's confidence reaches it.
 
-        On a GPU, in eval and without gradients, one setting for all images is `run` as a CUDA graph.
+        On a GPU, in eval and without gradients, one setting for all images is `run` as CUDA graphs.
         """
-        one = exit is None and all(given is None or isinstance(given, int) for given in (tokens, depth, width))
+        one = all(given is None or isinstance(given, int) for given in (tokens, depth, width))
         if one and images.is_cuda and not (self.training or torch.is_grad_enabled()):
             from .recorded import records
 
             if records(images):
                 (t,), (d,), (w,) = settings(self, tokens, depth, width, 1)
-                return self.recorder(images, t, d, w)
+                check(self, images, exit)
+                return self.recorder(images, t, d, w, exit)
         out = self.run(images, tokens, depth, width, exit)
         if self.checks and not (self.training or images.is_cuda or torch.compiler.is_compiling()):
             check_finite(out.logits, images)

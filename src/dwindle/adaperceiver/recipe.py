@@ -26,10 +26,12 @@ class AdaRecipe(Recipe):
     method: str = "AdaPerceiver"
     stages: tuple = (50 / 135, 65 / 135, 20 / 135)  # shares of the epochs: tokens, tokens and depths, widths too (D.1)
     stage_lr: tuple = (1.0, 1.0, 0.5)  # of lr
+    block_lr: float = 1.0  # of lr, for the blocks: those of a ViT need less than what is new
     restart: bool = True  # each stage from the averaged weights, with a schedule of its own; false: one over all stages
     token_weight: float = 1.0
     depth_weight: float = 1.0
     largest_weight: float = 0.0  # of the most tokens at full depth once more, beside their share in the mean
+    full_width: float = 0.0  # share of the images that run at full width whatever was drawn for them
     optimizer: str = "adamw"  # or 'soap', from pytorch-optimizer
     attention: str | None = None  # 'steps', 'mask' or 'flex'; None: the fastest on this machine
 
@@ -41,6 +43,10 @@ class AdaRecipe(Recipe):
         dataclasses.replace(_plain(self), distill="soft" if self.distill == "features" else self.distill).check()
         if self.distill == "token":
             raise DwindleError("distill = token: AdaPerceiver has no distillation token; take soft, hard or features.")
+        if not 0 <= self.full_width <= 1:
+            raise DwindleError(f"full_width = {self.full_width}: it is a share of the images, from 0 to 1.")
+        if not self.block_lr >= 0:
+            raise DwindleError(f"block_lr = {self.block_lr}: it is a share of lr, at least 0.")
         if self.optimizer not in OPTIMIZERS:
             raise unknown("optimizer", self.optimizer, OPTIMIZERS)
         if self.attention not in (None, *ATTENTIONS):

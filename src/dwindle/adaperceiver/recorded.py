@@ -1,4 +1,6 @@
-"""AdaPerceiver on a GPU: a forward pass at one setting as a CUDA graph. `AdaPerceiver.run` is its definition."""
+"""AdaPerceiver on a GPU: a forward pass at one setting as a CUDA graph, with early exit as several (`leaving.py`).
+`AdaPerceiver.run` is their definition.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,13 @@ from torch import Tensor
 from ..engine import recording
 from ..engine.keep import GRAPHS, Keeper, Watch, refusals
 from ..model import Output
+from .leaving import Leaving
 
 if TYPE_CHECKING:
     from .model import AdaPerceiver
 
 log = logging.getLogger("dwindle")
-Path = Callable[[Tensor], Output]
+Path = Callable[[Tensor, Any], Output]  # images, and the confidence at which they leave
 Setting = tuple[int, int, int]  # tokens, depth, width
 
 
@@ -42,20 +45,20 @@ class Recorder(Keeper["AdaPerceiver"]):
         self._paths: OrderedDict[tuple, Path | None] = OrderedDict()  # None: came once
         self._watch: Watch | None = None
 
-    def __call__(self, images: Tensor, tokens: int, depth: int, width: int) -> Output:
+    def __call__(self, images: Tensor, tokens: int, depth: int, width: int, exit: float | None = None) -> Output:
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         setting = (tokens, depth, width)
-        key = (images.shape, images.dtype, images.device, setting, autocast, self.model.attention)
+        key = (images.shape, images.dtype, images.device, setting, exit is None, autocast, self.model.attention)
         path = self._paths.get(key)
-        out = None if path is None else path(images)
+        out = None if path is None else path(images, exit)
         # While the GPU is at work: were weights moved or exchanged since? What is written into them, a graph reads.
         if self._watch is not None and self._watch.changed():
             self._paths.clear()
             self._watch = path = out = None
         if out is None:
             if key in self._paths:
-                path = self._record(images, setting)
-            out = (path or self._eager(setting))(images)
+                path = self._record(images, setting, exit is not None)
+            out = (path or self._eager(setting))(images, exit)
         self._paths[key] = path
         self._paths.move_to_end(key)
         if len(self._paths) > self.most:
@@ -63,12 +66,12 @@ class Recorder(Keeper["AdaPerceiver"]):
         return out
 
     def _eager(self, setting: Setting) -> Path:
-        return lambda images: self.model.run(images, *setting)
+        return lambda images, exit: self.model.run(images, *setting, exit)
 
-    def _record(self, images: Tensor, setting: Setting) -> Path:
+    def _record(self, images: Tensor, setting: Setting, leaving: bool) -> Path:
         self._watch = self._watch or Watch(self.model)
         try:
-            return Recorded(self.model, images, setting, self.pool, self._turn)
+            return (Leaving if leaving else Recorded)(self, images, setting)
         except refusals() as error:
             reason, at = str(error).splitlines()[0], (tuple(images.shape), *setting)
             log.warning("AdaPerceiver cannot be recorded (%s); %s runs eager", reason, at)
@@ -78,8 +81,8 @@ class Recorder(Keeper["AdaPerceiver"]):
 class Recorded:
     """One forward pass as a CUDA graph: images are copied in, answers copied out."""
 
-    def __init__(self, model: AdaPerceiver, images: Tensor, setting: Setting, pool: Any, turn: Any) -> None:
-        self.turn = turn
+    def __init__(self, keeper: Recorder, images: Tensor, setting: Setting) -> None:
+        self.turn, model = keeper.turn, keeper.model
         # The graph reads weights where they lie: they stay there until its last replay, also if the model was moved.
         self.held = [w.data for w in (*model.parameters(), *model.buffers())]
         autocast, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
@@ -91,9 +94,9 @@ class Recorded:
 
         with torch.inference_mode(False), torch.no_grad():  # what is copied in later may come from either mode
             self.images = images.clone()
-            self.graph = recording.captured(forward, pool)
+            self.graph = recording.captured(forward, keeper.pool)
 
-    def __call__(self, images: Tensor) -> Output:
+    def __call__(self, images: Tensor, exit: None = None) -> Output:
         with self.turn:
             self.images.copy_(images)
             self.graph.replay()

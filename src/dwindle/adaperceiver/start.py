@@ -16,7 +16,8 @@ from ..checkpoint import load
 from ..errors import DwindleError
 from .model import AdaPerceiver
 
-FOCUS = (2.0, 12.0)  # how narrowly the first and the last head look at their place at the start
+FOCUS = 60.0  # how narrowly a latent looks at its place at the start: nearly one patch
+CODE = 3.5  # the size of the code of places beside the patch it is added to
 
 
 def begin_from(model: AdaPerceiver, source: str, images: Tensor, frozen: bool = False) -> None:
@@ -50,8 +51,8 @@ def _from_ada(model: AdaPerceiver, other: AdaPerceiver, source: str) -> None:
 
 @torch.no_grad()
 def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor) -> None:
-    """Its patch embedding, positions, blocks and head; and latents that each begin as a patch seen from one place, so
-    that the blocks meet what they know. The embedding FFN and the values of read and write begin as identities.
+    """Its patch embedding, positions, blocks and head; and latents that each begin as one patch, so that the blocks
+    meet what they know. The embedding FFN and the values of read and write begin as identities.
     """
     vit, shape, backbone = other.vit, other.backbone.shape, other.backbone
     parts = [backbone.parts(block) for block in backbone.blocks[: model.depth]]
@@ -74,6 +75,8 @@ def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor) -> N
         (model.depth <= shape.blocks, f"depth {model.depth}", f"from 1 to {shape.blocks}"),
         # At least 2: the embedding FFN begins as an identity, which takes two neurons a channel.
         (2 * model.width <= hidden <= shape.hidden, f"ffn_ratio {model.ffn_ratio}", f"from 2 to {most}"),
+        # Two pairs of channels tell places apart.
+        (model.width >= 4 * model.heads, f"{model.heads} heads in {model.width} channels", "4 channels a head or more"),
     ):
         if not fits:
             raise DwindleError(f"weights = {source} cannot begin a network of {given}; it must be {allowed}.")
@@ -86,7 +89,6 @@ def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor) -> N
     model.position.copy_(square.flatten(2).mT)
     for block, part in zip(model.blocks, parts):
         _block(block, part)
-    size = float((model.patch_embed(images).flatten(2).mT + model.position).std(-1).mean())
     one = torch.eye(model.width)
     ffn = model.embed_ffn  # GELU(x) - GELU(-x) = x
     for layer in (ffn.fc1, ffn.fc2):
@@ -94,11 +96,12 @@ def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor) -> N
     ffn.fc1.weight[: 2 * model.width] = torch.cat([one, -one])
     ffn.fc2.weight.zero_()
     ffn.fc2.weight[:, : 2 * model.width] = torch.cat([one, -one], 1)
-    for cross, scale in ((model.read, size), *((readout.write, 1.0) for readout in model.readouts)):
-        cross.kv.weight[model.width :] = scale * one
+    for cross in (model.read, *(readout.write for readout in model.readouts)):
+        cross.kv.weight[model.width :] = one
         cross.proj.weight.copy_(one)
     norm, head = getattr(vit, "norm", None), getattr(vit, "head", None)
     for readout in model.readouts:
+        readout.write.q.weight.zero_()  # a mean over latents
         if isinstance(norm, nn.LayerNorm):
             _copy(readout.write.norm_source, norm)
         if (
@@ -108,6 +111,7 @@ def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor) -> N
         ):
             _copy(readout.head, head)
     _look_at_places(model, images)
+    _turn_what_matters_least(model, images)
 
 
 def _copy(own: nn.Module, theirs: nn.Module) -> None:
@@ -132,33 +136,91 @@ def _block(block: Any, part: Any) -> None:
 
 
 def _look_at_places(model: AdaPerceiver, images: Tensor) -> None:
-    """Latent n begins by reading around (n s_x, n s_y), angles that go once around over the image's width and height.
+    """Latent n begins as the patch around (n s_x, n s_y), angles that go once around over the image's width and height;
+    s_x and s_y are speeds of RoPE.
 
-    s_x = 1 and s_y, about 2 pi / the fewest tokens, are speeds of RoPE: turned by n, a query of two such pairs of
-    channels has the score focus * (cos(n s_x - x) + cos(n s_y - y)) with a key (cos x, sin x, cos y, sin y), which is
-    a linear function of a patch, fitted here. So the latents scan the image line by line, as many as the fewest once,
-    each time shifted.
+    Positions are given a code of their place, (cos x, sin x, cos y, sin y), along directions that patches hardly use.
+    It outweighs the patch, so that LayerNorm leaves it as large for every patch, and is what keys see. A query of two
+    pairs of channels, turned by n, then scores FOCUS * (cos(n s_x - x) + cos(n s_y - y)). Values leave the code out.
     """
     read, width, size = model.read, model.width, model.width // model.heads
-    side = model.image // model.patch
+    side, pairs = model.image // model.patch, model.width // model.heads // 2
     angle = (torch.arange(side) + 0.5) / side * 2 * math.pi
     y, x = (a.flatten() for a in torch.meshgrid(angle, angle, indexing="ij"))
-    wanted = torch.stack([x.cos(), x.sin(), y.cos(), y.sin()], -1).double()  # (P, 4)
-    seen = read.norm_source(model.embed(images)).double().cpu()  # (B, P, D)
-    ones = torch.ones(*seen.shape[:2], 1, dtype=torch.float64)
-    seen, goal = torch.cat([seen, ones], -1).flatten(0, 1), wanted.repeat(len(seen), 1)
-    damped = seen.T @ seen + 1e-4 * len(seen) * torch.eye(width + 1, dtype=torch.float64)
-    keys = torch.linalg.solve(damped, seen.T @ goal).T.float()  # (4, D + 1)
-    pairs = size // 2
-    # Pair j turns by theta^(-j / pairs) a latent.
-    across, down = 0, max(1, round(pairs * math.log(model.tokens[0] / (2 * math.pi)) / math.log(model.rope_theta)))
+    code = torch.stack([x.cos(), x.sin(), y.cos(), y.sin()], -1)  # (P, 4)
+
+    seen = (model.patch_embed(images).flatten(2).mT + model.position).flatten(0, 1).double()
+    seen = seen - seen.mean(-1, keepdim=True)
+    _, along = torch.linalg.eigh(seen.T @ seen)
+    along = along[:, 1:5].float()  # (D, 4); the very least is the mean over channels, which LayerNorm takes away
+    large = CODE * float(seen.square().sum(-1).mean().sqrt()) / math.sqrt(2)
+    model.position.add_(large * code @ along.T)
+    spread = float((model.patch_embed(images).flatten(2).mT + model.position).std(-1).mean())
+
+    model.latent.zero_()
     read.q.weight.zero_()
     read.q.bias.zero_()
-    read.kv.weight[:width] = 0
+    read.kv.weight.zero_()
     read.kv.bias.zero_()
-    focuses = torch.logspace(math.log10(FOCUS[0]), math.log10(FOCUS[1]), model.heads)
-    for head, focus in enumerate(focuses.tolist()):
-        at, gain = head * size, math.sqrt(focus * math.sqrt(size))
-        read.q.bias[at + across] = read.q.bias[at + down] = gain
-        for row, key in zip((across, across + pairs, down, down + pairs), gain * keys):
-            read.kv.weight[at + row], read.kv.bias[at + row] = key[:width], key[width]
+    read.kv.weight[width:] = spread * (torch.eye(width) - along @ along.T)
+    across, down = _speeds(model)
+    gain = math.sqrt(FOCUS * math.sqrt(size))
+    for at in range(0, width, size):
+        for pair, rows in ((across, (0, 1)), (down, (2, 3))):
+            # The first latent begins in the middle of a patch.
+            read.q.bias[at + pair] = gain * math.cos(math.pi / side)
+            read.q.bias[at + pair + pairs] = gain * math.sin(math.pi / side)
+            read.kv.weight[[at + pair, at + pair + pairs]] = gain * spread / large * along.T[list(rows)]
+
+
+def _speeds(model: AdaPerceiver) -> tuple[int, int]:
+    """The pairs of RoPE's channels that scan the image best: at each trained number of latents one is near a patch."""
+    side, pairs = model.image // model.patch, model.width // model.heads // 2
+    speed = model.rope_theta ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    place = torch.arange(model.tokens[-1], dtype=torch.float64)[:, None] * speed / (2 * math.pi) + 0.5 / side  # turns
+    patch = (torch.arange(side, dtype=torch.float64) + 0.5) / side
+    away = ((place[..., None] - patch + 0.5) % 1 - 0.5).square()  # (N, pairs, side), the short way around
+
+    def distance(across: int, down: int) -> float:
+        both = away[:, down, :, None] + away[:, across, None, :]  # (N, side, side)
+        return sum(float(both[:count].amin(0).mean()) for count in model.tokens)
+
+    found = {(i, j): distance(i, j) for i in range(pairs) for j in range(i + 1, pairs)}
+    return min(found, key=found.__getitem__)
+
+
+def _turn_what_matters_least(model: AdaPerceiver, images: Tensor) -> None:
+    """A ViT's attention knows no RoPE, which would turn its queries and keys away from each other. Their product stays
+    the same in any basis, q' = A q, k' = A^-T k; here in one that is sorted by what a channel adds to the scores of
+    these images. The most goes to the pairs that turn slowest, the fast ones take what hardly counts.
+
+    With E[q q'] = L L' and cov k = M M', the scores' singular values are those of L'M = U S V'; then A = sqrt(S) U' / L
+    and A^-T = sqrt(S) V' / M.
+    """
+    patches = model.embed(images)
+    turn, attend = model._prepare(model.tokens[-1], patches)
+    z, width, size = model.read.latents(model.latent, patches, turn), model.width, model.width // model.heads
+    rank = torch.arange(size).view(-1, 2).flip(0).T.flatten()  # of a channel: the slowest pair, the last, has 0 and 1
+    blocks: Any = model.blocks
+    for block in blocks:
+        weight, bias = block.attn.qkv.weight, block.attn.qkv.bias
+        seen = block.norm1(z).flatten(0, 1).double()
+        for at in range(0, width, size):
+            asks, keys = slice(at, at + size), slice(width + at, width + at + size)
+            q = seen @ weight[asks].double().T + bias[asks].double()
+            k = seen @ weight[keys].double().T
+            # What all keys share changes no softmax; turned it would, so it is left out.
+            same = k.mean(0)
+            left, right = _root(q), _root(k - same)
+            u, s, v = torch.linalg.svd(left.T @ right)
+            for rows, basis, root, shift in ((asks, u.T, left, bias[asks].double()), (keys, v, right, -same)):
+                change = s.sqrt()[:, None] * torch.linalg.solve_triangular(root, basis, upper=False, left=False)
+                moved = (change @ torch.cat([weight[rows].double(), shift[:, None]], 1)).float()
+                weight[rows], bias[rows] = moved[rank, :-1], moved[rank, -1]
+        z = block(z, turn, attend)
+
+
+def _root(x: Tensor) -> Tensor:
+    """(K, K) lower L with L L' the second moment of x (n, K)."""
+    moment = x.T @ x / len(x)
+    return torch.linalg.cholesky(moment + 1e-6 * moment.diagonal().mean() * torch.eye(len(moment)).to(moment))

@@ -158,13 +158,13 @@ class AdaRun(Run):
 
     def _optimizer(self) -> torch.optim.Optimizer:
         recipe = self.recipe
-        decayed: list[nn.Parameter] = []
-        plain: list[nn.Parameter] = []
+        kinds: dict[tuple[float, float], list[nn.Parameter]] = {}  # by weight decay and share of the learning rate
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 free = parameter.dim() <= 1 or name.rpartition(".")[2] in ("position", "latent", "output")
-                (plain if free else decayed).append(parameter)
-        groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+                share = recipe.block_lr if name.startswith("blocks.") else 1.0
+                kinds.setdefault((0.0 if free else recipe.weight_decay, share), []).append(parameter)
+        groups = [{"params": those, "weight_decay": decay, "share": share} for (decay, share), those in kinds.items()]
         if recipe.optimizer == "adamw":
             return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.999), fused=self.device.type == "cuda")
         try:
@@ -194,7 +194,7 @@ class AdaRun(Run):
             low = min(1e-5, peak)
             rate = low + (peak - low) * (1 + math.cos(math.pi * min((at - warm) / max(total - warm, 1), 1.0))) / 2
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("share", 1.0)
 
     def _begin_stage(self) -> None:
         """D.1: from the averaged weights of the stage before; the optimiser begins anew."""
@@ -269,8 +269,11 @@ class AdaRun(Run):
         """A width per image and a granularity per depth, as the stage asks; a function of (seed, step)."""
         draw, model = torch.Generator().manual_seed(mix(self.recipe.seed, self.step)), self.model
 
-        def of(choices: Sequence[int], n: int) -> Tensor:
+        def of(choices: Sequence[int], n: int, most: float = 0.0) -> Tensor:
+            """most: share of them that are the last choice in any case."""
             picked = torch.tensor(choices)[torch.randint(len(choices), (n,), generator=draw)]
+            if most:
+                picked[torch.rand(n, generator=draw) < most] = choices[-1]
             # From pinned memory a copy does not wait for the steps before.
             return picked.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else picked
 
@@ -278,7 +281,8 @@ class AdaRun(Run):
         if self.stage >= 1:
             found["sampled"] = of(model.tokens, model.depth)
         if self.recipe.stages[2] and len(model.widths) > 1:  # full until its stage: one recording serves all stages
-            found["widths"] = of(model.widths if self.stage >= 2 else model.widths[-1:], count)
+            choices = model.widths if self.stage >= 2 else model.widths[-1:]
+            found["widths"] = of(choices, count, self.recipe.full_width)
         return found
 
     def terms(self, answers: Answers, y: Tensor, taught: Tensor | None = None) -> dict[str, Tensor]:

@@ -117,7 +117,7 @@ class Engine(Keeper["AdaptiveViT"]):
             log.info("engine: no Triton here; %s runs eager, packed", size)
             return eager
         try:
-            recorded = Recording(self.model, self._ready, images, depths, dial, self.pool, self._turn)
+            recorded = Recording(self.model, self._ready, images, depths, dial, self.pool, self.turn)
         except refusals() as error:
             method, reason = type(self.model.method).__name__, str(error).splitlines()[0]
             log.warning("engine: %s cannot be recorded (%s); %s runs eager, packed", method, reason, size)

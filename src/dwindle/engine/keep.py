@@ -21,7 +21,7 @@ class Keeper(Generic[Model]):
 
     def __init__(self, model: Model) -> None:
         self._model = weakref.ref(model)  # the model owns its keeper
-        self._turn = threading.Lock()
+        self.turn = threading.Lock()
         self._memory: Any = None
 
     def __reduce__(self) -> tuple:

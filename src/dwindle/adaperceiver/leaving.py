@@ -1,0 +1,120 @@
+"""Early exit on a GPU: a CUDA graph for each block and size of batch, between which the batch shrinks.
+
+B images at the start, n of them computed in a graph, N latents, D width.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..engine import recording
+from ..engine.keep import Keeper
+from ..model import Output
+from .settings import trace_of
+
+if TYPE_CHECKING:
+    from .model import AdaPerceiver
+
+SIZES = 8  # of batches that graphs are made for, in equal steps
+
+
+class Leaving:
+    """`model.run(images, *setting, exit)` for images of one shape.
+
+    A graph runs a block, reads everyone out, writes down the answers of those that leave and moves those that stay to
+    the front. The host learns how many stay and goes on with the smallest graph that holds them; what else lies there
+    is computed and ignored. A graph reads from one place and writes to the other, so recording it amid a call, which
+    runs it several times, changes nothing.
+    """
+
+    def __init__(self, keeper: Keeper[AdaPerceiver], images: Tensor, setting: tuple[int, int, int]) -> None:
+        """keeper: knows the model, and the memory that all its recordings work in, one at a time."""
+        self.keeper, self.setting, model = keeper, setting, keeper.model
+        # The graphs read weights where they lie: they stay there until the last replay, also if the model was moved.
+        self.held = [w.data for w in (*model.parameters(), *model.buffers())]
+        self.autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        count, place = len(images), images.device
+        self.sizes = sorted({-(-count * share // SIZES) for share in range(1, SIZES + 1)})
+        with torch.inference_mode(False), torch.no_grad():
+            self.images = images.clone()
+            self.at = torch.arange(count, device=place)
+            self.who = [self.at.clone() for _ in range(2)]  # the image of each row
+            self.staying = [torch.full((), count, device=place) for _ in range(2)]
+            self.left = torch.zeros(count, dtype=torch.long, device=place)  # the depth at which each image left
+            self.sure = torch.ones((), device=place)
+            with self._autocast():
+                z = self._latents()
+                answer, feature = self.answers(1, z, z)
+            self.z = [torch.empty_like(z) for _ in range(2)]
+            self.logits, self.features = torch.empty_like(answer), torch.empty_like(feature)
+            self.start = recording.captured(self._start, keeper.pool)
+        self.graphs: dict[tuple[int, int], Any] = {}
+        self._graph(1, count)  # what cannot be captured is known by now
+
+    def _autocast(self) -> Any:
+        enabled, dtype = self.autocast
+        # Weights that autocast keeps in bf16 are gone with its context: each replay makes its own.
+        return torch.autocast("cuda", dtype, enabled, cache_enabled=False)
+
+    def _latents(self) -> Tensor:
+        model = self.keeper.model
+        patches = model.embed(self.images)
+        self.angles, self.attend = model._prepare(self.setting[0], patches)
+        self.answers = model._answering(self.angles)
+        return model.read.latents(model.latent, patches, self.angles)
+
+    def _start(self) -> None:
+        with self._autocast():
+            self.z[0].copy_(self._latents())
+            # Later graphs find the tables here: made in each call, as the weights may have been written to.
+            for depth in range(1, self.setting[1] + 1):
+                self.answers(depth, self.z[0][:1], self.z[0][:1])
+        self.who[0].copy_(self.at)
+        self.staying[0].fill_(len(self.at))
+
+    def _block(self, depth: int, size: int) -> None:
+        here, there, model = (depth - 1) % 2, depth % 2, self.keeper.model
+        with self._autocast():
+            z = model.blocks[depth - 1](self.z[here][:size], self.angles, self.attend, model.hidden(self.setting[2]))
+            answer, feature = self.answers(depth, z, z)  # a learned output token asks: no patches
+        leaves = present = self.at[:size] < self.staying[here]
+        if depth < self.setting[1]:
+            leaves = present & (answer.float().softmax(-1).amax(-1) >= self.sure)
+        who = self.who[here][:size]
+        for kept, new in ((self.logits, answer), (self.features, feature), (self.left, torch.full_like(who, depth))):
+            chosen = leaves.view(-1, *[1] * (kept.dim() - 1))
+            kept.index_copy_(0, who, torch.where(chosen, new.to(kept.dtype), kept.index_select(0, who)))
+        stays = present & ~leaves
+        order = (~stays).int().argsort(stable=True)
+        self.z[there][:size].copy_(z.index_select(0, order))
+        self.who[there][:size].copy_(who.index_select(0, order))
+        self.staying[there].copy_(stays.sum())
+
+    def __call__(self, images: Tensor, exit: float) -> Output:
+        tokens, depths, width = self.setting
+        size = count = len(images)
+        with self.keeper.turn:
+            self.images.copy_(images)
+            self.sure.fill_(exit)
+            self.start.replay()
+            for depth in range(1, depths + 1):
+                self._graph(depth, size).replay()
+                staying = int(self.staying[depth % 2])  # the one wait
+                if not staying:
+                    break
+                size = next(s for s in self.sizes if s >= staying)
+            stopped, logits, features = self.left.tolist(), self.logits.clone(), self.features.clone()
+        model = self.keeper.model
+        reads = torch.arange(model.depth)[:, None] < torch.tensor(stopped)  # at every depth until it left
+        trace = trace_of(model, images, [tokens] * count, stopped, [width] * count, reads)
+        return Output(logits, trace, features)
+
+    def _graph(self, depth: int, size: int) -> Any:
+        if (depth, size) not in self.graphs:
+            with torch.inference_mode(False), torch.no_grad():
+                self.graphs[depth, size] = recording.captured(partial(self._block, depth, size), self.keeper.pool)
+        return self.graphs[depth, size]
