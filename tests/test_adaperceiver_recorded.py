@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -131,6 +133,50 @@ def test_recordings_follow_the_weights(place):
             same(recorder(x, 8, 3, 24, exit), model.run(x, 8, 3, 24, exit))
             same(settled(exit), model.run(x, 8, 3, 24, exit))
             assert (made(recorder)[-1] not in before) == anew
+
+
+@torch.no_grad()
+def test_a_graph_made_on_the_way_is_of_the_model_as_it_is(place):
+    """A call that needs a block nobody recorded yet, after the network got other classes."""
+    model, x = tiny(readouts="own").to(place), images(3).to(place)
+    recorder = Recorder(model)
+    for _ in range(2):
+        recorder(x, 8, 4, 32, 1e-6)  # all leave at the first block
+    for readout in model.readouts:
+        readout.head = torch.nn.Linear(32, 7, dtype=torch.float64, device=place)
+    for _ in range(3):
+        same(recorder(x, 8, 4, 32, 1.0), model.run(x, 8, 4, 32, 1.0))
+
+
+@torch.no_grad()
+def test_a_block_that_cannot_be_recorded_runs(place, monkeypatch, caplog):
+    model, x = tiny(readouts="own").to(place), images(3).to(place)
+    recorder, captured = Recorder(model), recording.captured
+    for _ in range(2):
+        recorder(x, 8, 4, 32, 1e-6)
+
+    def refuse(call, pool=None):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(recording, "captured", refuse)
+    for _ in range(3):
+        same(recorder(x, 8, 4, 32, 1.0), model.run(x, 8, 4, 32, 1.0))
+    assert [r.getMessage().count("cannot be recorded") for r in caplog.records] == [1] * 3  # blocks 2, 3, 4: once each
+    monkeypatch.setattr(recording, "captured", captured)
+
+
+@torch.no_grad()
+def test_a_model_is_freed_with_its_recordings(place):
+    model, x = tiny().to(place), images(3).to(place)
+    for _ in range(3):
+        model.recorder(x, 8, 4, 32, 0.9)
+    seen = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_either_mode_may_come_first(place):

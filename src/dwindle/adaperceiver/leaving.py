@@ -1,24 +1,24 @@
-"""Early exit on a GPU: a CUDA graph for each block and size of batch, between which the batch shrinks.
-
-B images at the start, n of them computed in a graph, N latents, D width.
-"""
+"""Early exit on a GPU: a CUDA graph for each block and size of batch, between which the batch shrinks."""
 
 from __future__ import annotations
 
+import logging
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..engine import recording
-from ..engine.keep import Keeper
+from ..engine.keep import Keeper, refusals
 from ..model import Output
 from .settings import trace_of
 
 if TYPE_CHECKING:
     from .model import AdaPerceiver
 
+log = logging.getLogger("dwindle")
 SIZES = 8  # of batches that graphs are made for, in equal steps
 
 
@@ -28,7 +28,8 @@ class Leaving:
     A graph runs a block, reads everyone out, writes down the answers of those that leave and moves those that stay to
     the front. The host learns how many stay and goes on with the smallest graph that holds them; what else lies there
     is computed and ignored. A graph reads from one place and writes to the other, so recording it amid a call, which
-    runs it several times, changes nothing.
+    runs it several times, changes nothing. It is recorded when first needed, from the model as it then is: a changed
+    model needs a new `Leaving`.
     """
 
     def __init__(self, keeper: Keeper[AdaPerceiver], images: Tensor, setting: tuple[int, int, int]) -> None:
@@ -48,7 +49,8 @@ class Leaving:
             self.sure = torch.ones((), device=place)
             with self._autocast():
                 z = self._latents()
-                answer, feature = self.answers(1, z, z)
+                self.tables = self._tables()
+                answer, feature = self._read_out(1, z)
             self.z = [torch.empty_like(z) for _ in range(2)]
             self.logits, self.features = torch.empty_like(answer), torch.empty_like(feature)
             self.start = recording.captured(self._start, keeper.pool)
@@ -64,15 +66,21 @@ class Leaving:
         model = self.keeper.model
         patches = model.embed(self.images)
         self.angles, self.attend = model._prepare(self.setting[0], patches)
-        self.answers = model._answering(self.angles)
         return model.read.latents(model.latent, patches, self.angles)
+
+    def _tables(self) -> dict[Any, Any]:
+        """Of all read-outs, in each call: weights may have been written to since the last."""
+        used = dict.fromkeys(map(self.keeper.model.readout, range(1, self.setting[1] + 1)))
+        return {readout: readout.table(self.angles) for readout in used}
+
+    def _read_out(self, depth: int, z: Tensor) -> tuple[Tensor, Tensor]:
+        readout = self.keeper.model.readout(depth)
+        return readout(z, z, self.angles, self.tables[readout])  # a learned output token asks: it needs no patches
 
     def _start(self) -> None:
         with self._autocast():
             self.z[0].copy_(self._latents())
-            # Later graphs find the tables here: made in each call, as the weights may have been written to.
-            for depth in range(1, self.setting[1] + 1):
-                self.answers(depth, self.z[0][:1], self.z[0][:1])
+            self.tables = self._tables()
         self.who[0].copy_(self.at)
         self.staying[0].fill_(len(self.at))
 
@@ -80,7 +88,7 @@ class Leaving:
         here, there, model = (depth - 1) % 2, depth % 2, self.keeper.model
         with self._autocast():
             z = model.blocks[depth - 1](self.z[here][:size], self.angles, self.attend, model.hidden(self.setting[2]))
-            answer, feature = self.answers(depth, z, z)  # a learned output token asks: no patches
+            answer, feature = self._read_out(depth, z)
         leaves = present = self.at[:size] < self.staying[here]
         if depth < self.setting[1]:
             leaves = present & (answer.float().softmax(-1).amax(-1) >= self.sure)
@@ -115,6 +123,13 @@ class Leaving:
 
     def _graph(self, depth: int, size: int) -> Any:
         if (depth, size) not in self.graphs:
-            with torch.inference_mode(False), torch.no_grad():
-                self.graphs[depth, size] = recording.captured(partial(self._block, depth, size), self.keeper.pool)
+            call = partial(self._block, depth, size)
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    self.graphs[depth, size] = recording.captured(call, self.keeper.pool)
+            except refusals() as error:
+                if not self.graphs:
+                    raise
+                log.warning("block %d of %d images cannot be recorded (%s); eager", depth, size, error)
+                self.graphs[depth, size] = SimpleNamespace(replay=torch.inference_mode(False)(torch.no_grad()(call)))
         return self.graphs[depth, size]

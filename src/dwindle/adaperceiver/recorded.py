@@ -49,12 +49,16 @@ class Recorder(Keeper["AdaPerceiver"]):
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         setting = (tokens, depth, width)
         key = (images.shape, images.dtype, images.device, setting, exit is None, autocast, self.model.attention)
-        path = self._paths.get(key)
-        out = None if path is None else path(images, exit)
+        path, out = self._paths.get(key), None
+        if path is not None and exit is None:
+            out = path(images, exit)
         # While the GPU is at work: were weights moved or exchanged since? What is written into them, a graph reads.
+        # Asked before an exit's blocks, of which graphs may be made on the way.
         if self._watch is not None and self._watch.changed():
             self._paths.clear()
             self._watch = path = out = None
+        if path is not None and out is None:
+            out = path(images, exit)
         if out is None:
             if key in self._paths:
                 path = self._record(images, setting, exit is not None)

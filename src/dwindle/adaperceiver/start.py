@@ -21,7 +21,7 @@ CODE = 3.5  # the size of the code of places beside the patch it is added to
 
 
 def begin_from(model: AdaPerceiver, source: str, images: Tensor, frozen: bool = False) -> None:
-    """Load `source`, a checkpoint. images: some (B, C, height, width), prepared, to read places off their patches.
+    """Load `source`, a checkpoint. images: some (B, C, height, width), prepared, that show what a ViT's channels do.
     frozen: its blocks will not learn other tokens than it has.
     """
     other: Any = load(source)
@@ -52,7 +52,7 @@ def _from_ada(model: AdaPerceiver, other: AdaPerceiver, source: str) -> None:
 @torch.no_grad()
 def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor) -> None:
     """Its patch embedding, positions, blocks and head; and latents that each begin as one patch, so that the blocks
-    meet what they know. The embedding FFN and the values of read and write begin as identities.
+    meet what they know. The embedding FFN and the values of the write heads begin as identities.
     """
     vit, shape, backbone = other.vit, other.backbone.shape, other.backbone
     parts = [backbone.parts(block) for block in backbone.blocks[: model.depth]]
@@ -96,9 +96,10 @@ def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor) -> N
     ffn.fc1.weight[: 2 * model.width] = torch.cat([one, -one])
     ffn.fc2.weight.zero_()
     ffn.fc2.weight[:, : 2 * model.width] = torch.cat([one, -one], 1)
-    for cross in (model.read, *(readout.write for readout in model.readouts)):
-        cross.kv.weight[model.width :] = one
-        cross.proj.weight.copy_(one)
+    model.read.proj.weight.copy_(one)
+    for readout in model.readouts:
+        readout.write.kv.weight[model.width :] = one
+        readout.write.proj.weight.copy_(one)
     norm, head = getattr(vit, "norm", None), getattr(vit, "head", None)
     for readout in model.readouts:
         readout.write.q.weight.zero_()  # a mean over latents
@@ -136,12 +137,12 @@ def _block(block: Any, part: Any) -> None:
 
 
 def _look_at_places(model: AdaPerceiver, images: Tensor) -> None:
-    """Latent n begins as the patch around (n s_x, n s_y), angles that go once around over the image's width and height;
-    s_x and s_y are speeds of RoPE.
+    """Latent n begins as the patch around (x_n, y_n) = (n s_x + c, n s_y + c), angles that go once around over the
+    image's width and height; s_x and s_y are speeds of RoPE, c is the middle of a patch.
 
     Positions are given a code of their place, (cos x, sin x, cos y, sin y), along directions that patches hardly use.
     It outweighs the patch, so that LayerNorm leaves it as large for every patch, and is what keys see. A query of two
-    pairs of channels, turned by n, then scores FOCUS * (cos(n s_x - x) + cos(n s_y - y)). Values leave the code out.
+    pairs of channels, turned by n, then scores FOCUS * (cos(x_n - x) + cos(y_n - y)). Values leave the code out.
     """
     read, width, size = model.read, model.width, model.width // model.heads
     side, pairs = model.image // model.patch, model.width // model.heads // 2
@@ -151,8 +152,9 @@ def _look_at_places(model: AdaPerceiver, images: Tensor) -> None:
 
     seen = (model.patch_embed(images).flatten(2).mT + model.position).flatten(0, 1).double()
     seen = seen - seen.mean(-1, keepdim=True)
-    _, along = torch.linalg.eigh(seen.T @ seen)
-    along = along[:, 1:5].float()  # (D, 4); the very least is the mean over channels, which LayerNorm takes away
+    used = seen.T @ seen
+    used += used.trace()  # the mean over channels is none of them: LayerNorm takes it away
+    along = torch.linalg.eigh(used)[1][:, :4].float()  # (D, 4)
     large = CODE * float(seen.square().sum(-1).mean().sqrt()) / math.sqrt(2)
     model.position.add_(large * code @ along.T)
     spread = float((model.patch_embed(images).flatten(2).mT + model.position).std(-1).mean())
@@ -167,7 +169,6 @@ def _look_at_places(model: AdaPerceiver, images: Tensor) -> None:
     gain = math.sqrt(FOCUS * math.sqrt(size))
     for at in range(0, width, size):
         for pair, rows in ((across, (0, 1)), (down, (2, 3))):
-            # The first latent begins in the middle of a patch.
             read.q.bias[at + pair] = gain * math.cos(math.pi / side)
             read.q.bias[at + pair + pairs] = gain * math.sin(math.pi / side)
             read.kv.weight[[at + pair, at + pair + pairs]] = gain * spread / large * along.T[list(rows)]
@@ -223,4 +224,5 @@ def _turn_what_matters_least(model: AdaPerceiver, images: Tensor) -> None:
 def _root(x: Tensor) -> Tensor:
     """(K, K) lower L with L L' the second moment of x (n, K)."""
     moment = x.T @ x / len(x)
-    return torch.linalg.cholesky(moment + 1e-6 * moment.diagonal().mean() * torch.eye(len(moment)).to(moment))
+    ridge = (1e-6 * moment.diagonal().mean()).clamp_min(1e-12)
+    return torch.linalg.cholesky(moment + ridge * torch.eye(len(moment)).to(moment))

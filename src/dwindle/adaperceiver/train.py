@@ -194,7 +194,7 @@ class AdaRun(Run):
             low = min(1e-5, peak)
             rate = low + (peak - low) * (1 + math.cos(math.pi * min((at - warm) / max(total - warm, 1), 1.0))) / 2
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * group.get("share", 1.0)
+            group["lr"] = rate * group["share"]
 
     def _begin_stage(self) -> None:
         """D.1: from the averaged weights of the stage before; the optimiser begins anew."""

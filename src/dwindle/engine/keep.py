@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-GRAPHS = 8  # kept at once, the latest used
+GRAPHS = 8  # recordings kept at once, the latest used; each is a graph, with early exit several
 Model = TypeVar("Model", bound=nn.Module)
 
 
