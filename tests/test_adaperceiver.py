@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import numpy as np
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import dwindle
-from dwindle.adaperceiver.blocks import attend_mask, attend_steps, block_mask, steps
+from dwindle.adaperceiver.blocks import attend_mask, attend_steps, block_mask, steps, turns
 from dwindle.adaperceiver.cost import nested_macs, setting_macs
 
 TABLE_5 = {32: 16.2, 64: 28.3, 96: 40.4, 128: 52.5, 224: 88.7, 256: 100.8}
@@ -129,6 +130,42 @@ def test_exit_is_the_images_own():
         torch.testing.assert_close(alone.logits, out.logits[i : i + 1], atol=1e-12, rtol=1e-12)
         reads = setting_macs(model, 16, depths[i], 32, reads=depths[i])
         assert float(model.macs(out.trace)[i]) == float(model.macs(alone.trace)[0]) == reads
+
+
+@pytest.mark.parametrize("readouts", ["shared", "own"])
+@torch.no_grad()
+def test_kept_tables_follow_the_weights(readouts):
+    """Written to, exchanged, moved to another type; for more numbers of latents than are kept."""
+    model, x = tiny(readouts=readouts).eval(), images(3)
+
+    def check():
+        fresh = tiny(readouts=readouts).to(x.dtype).eval()
+        fresh.load_state_dict(model.state_dict())
+        for tokens in (*range(3, 16), 3):
+            ours, theirs = model(x, tokens=tokens, exit=1.0), fresh(x, tokens=tokens, exit=1.0)
+            torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-10, rtol=1e-10)
+
+    check()
+    for readout in model.readouts:
+        for parameter in readout.parameters():
+            parameter.add_(torch.randn_like(parameter))
+            check()
+        for name in ("q", "kv", "norm_sink"):
+            setattr(readout.write, name, copy.deepcopy(getattr(readout.write, name)))
+            getattr(readout.write, name).weight.data = 2 * getattr(readout.write, name).weight.data
+            check()
+    model.load_state_dict(tiny(readouts=readouts).state_dict())
+    check()
+    turn = turns(8, model.width // model.heads, model.rope_theta, x)
+    kept = model.readouts[0].kept_table(turn)
+    assert kept is model.readouts[0].kept_table(turn) and len(model.readouts[0]._kept) <= 8
+    for ours, theirs in zip(kept, model.readouts[0].table(turn)):
+        torch.testing.assert_close(ours, theirs)
+    with torch.inference_mode():
+        model(x, exit=1.0)
+    with torch.enable_grad():
+        model.requires_grad_()(x).logits.sum().backward()
+    assert model.readout(model.depth).output.grad is not None
 
 
 def test_attention_is_the_same_every_way():

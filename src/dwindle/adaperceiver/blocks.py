@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from operator import is_
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Turn = tuple[Tensor, Tensor]  # cosines and sines (N, K / 2)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Table = tuple[Tensor, Tensor] | None
+TABLES = 8  # of a read-out, kept for as many numbers of latents
 ANY_BATCH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
@@ -248,11 +251,30 @@ class ReadOut(nn.Module):
         last = nn.Linear(width, classes)
         self.head = last if head == "linear" else nn.Sequential(nn.Linear(width, width), nn.GELU(), last)
 
-    def table(self, turn: Turn) -> tuple[Tensor, Tensor] | None:
+        self._kept: dict[tuple, tuple[list[nn.Parameter], list, Table]] = {}
+
+    def table(self, turn: Turn) -> Table:
         return self.write.table(self.output, turn) if hasattr(self, "output") else None
 
+    def kept_table(self, turn: Turn) -> Table:
+        """`table` on a CPU without gradients: made anew only where its weights were exchanged or written to."""
+        weights = [self.output, *self.write.norm_sink.parameters(), *self.write.q.parameters()]
+        weights += self.write.kv.parameters()
+        if any(w.is_inference() for w in weights):  # these do not tell when they are written to
+            return self.table(turn)
+        autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+        key, state = (turn[0].shape, turn[0].dtype, autocast), [(w.data_ptr(), w._version) for w in weights]
+        held, seen, made = self._kept.get(key, ([], [], None))
+        if seen != state or not all(map(is_, held, weights)):
+            with torch.inference_mode(False), torch.no_grad():
+                made = self.table((turn[0].clone(), turn[1].clone()))
+            if len(self._kept) >= TABLES:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[key] = weights, state, made
+        return made
+
     def forward(
-        self, z: Tensor, patches: Tensor, turn: Turn, table: tuple[Tensor, Tensor] | None, keep: Tensor | None = None
+        self, z: Tensor, patches: Tensor, turn: Turn, table: Table, keep: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Answers (B, classes), dense (B, M, classes), and output tokens (B, M, D).
 

@@ -315,11 +315,14 @@ class AdaPerceiver(nn.Module):
     def _answering(self, turn: Turn) -> Callable[..., tuple[Tensor, Tensor]]:
         """`answers(depth, z, patches, keep)`: what the depth's `ReadOut` gives, its table made once for all calls."""
         tables: dict[ReadOut, Any] = {}
+        # On a GPU a recording may be under way, which shall make its own: it then sees what is written into weights.
+        keeps = self.outputs == "class" and turn[0].device.type == "cpu"
+        keeps = keeps and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
 
         def answers(depth: int, z: Tensor, patches: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
             readout = self.readout(depth)
             if readout not in tables:
-                tables[readout] = readout.table(turn)
+                tables[readout] = readout.kept_table(turn) if keeps else readout.table(turn)
             return readout(z, patches, turn, tables[readout], keep)
 
         return answers
