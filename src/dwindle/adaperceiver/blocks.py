@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from operator import is_
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..engine.keep import Watch
 
 Turn = tuple[Tensor, Tensor]  # cosines and sines (N, K / 2)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -250,27 +251,29 @@ class ReadOut(nn.Module):
             self.output_proj = nn.Linear(width, width)  # C.6
         last = nn.Linear(width, classes)
         self.head = last if head == "linear" else nn.Sequential(nn.Linear(width, width), nn.GELU(), last)
-
-        self._kept: dict[tuple, tuple[list[nn.Parameter], list, Table]] = {}
+        self._watch: Watch | None = None
+        self._kept: dict[tuple, Table] = {}
 
     def table(self, turn: Turn) -> Table:
         return self.write.table(self.output, turn) if hasattr(self, "output") else None
 
     def kept_table(self, turn: Turn) -> Table:
-        """`table` on a CPU without gradients: made anew only where its weights were exchanged or written to."""
-        weights = [self.output, *self.write.norm_sink.parameters(), *self.write.q.parameters()]
-        weights += self.write.kv.parameters()
-        if any(w.is_inference() for w in weights):  # these do not tell when they are written to
-            return self.table(turn)
+        """`table` on a CPU without gradients: made anew only where weights were exchanged or written to."""
+        if self._watch is None or self._watch.changed():
+            self._kept.clear()
+            if any(w.is_inference() for w in self.parameters()):  # these do not tell when they are written to
+                self._watch = None
+                return self.table(turn)
+            self._watch = Watch(self, self)
         autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-        key, state = (turn[0].shape, turn[0].dtype, autocast), [(w.data_ptr(), w._version) for w in weights]
-        held, seen, made = self._kept.get(key, ([], [], None))
-        if seen != state or not all(map(is_, held, weights)):
+        key = (turn[0].shape, turn[0].dtype, autocast)
+        made = self._kept.get(key)
+        if made is None:
             with torch.inference_mode(False), torch.no_grad():
                 made = self.table((turn[0].clone(), turn[1].clone()))
             if len(self._kept) >= TABLES:
                 self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = weights, state, made
+            self._kept[key] = made
         return made
 
     def forward(

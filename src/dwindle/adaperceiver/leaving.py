@@ -34,10 +34,8 @@ class Leaving:
 
     def __init__(self, keeper: Keeper[AdaPerceiver], images: Tensor, setting: tuple[int, int, int]) -> None:
         """keeper: knows the model, and the memory that all its recordings work in, one at a time."""
-        self.keeper, self.setting, model = keeper, setting, keeper.model
-        # The graphs read weights where they lie: they stay there until the last replay, also if the model was moved.
-        self.held = [w.data for w in (*model.parameters(), *model.buffers())]
-        self.autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        self.keeper, self.setting = keeper, setting
+        self.held, self.autocast = recording.held(keeper.model), recording.autocast_as_now()
         count, place = len(images), images.device
         self.sizes = sorted({-(-count * share // SIZES) for share in range(1, SIZES + 1)})
         with torch.inference_mode(False), torch.no_grad():
@@ -47,9 +45,8 @@ class Leaving:
             self.staying = [torch.full((), count, device=place) for _ in range(2)]
             self.left = torch.zeros(count, dtype=torch.long, device=place)  # the depth at which each image left
             self.sure = torch.ones((), device=place)
-            with self._autocast():
+            with self.autocast():
                 z = self._latents()
-                self.tables = self._tables()
                 answer, feature = self._read_out(1, z)
             self.z = [torch.empty_like(z) for _ in range(2)]
             self.logits, self.features = torch.empty_like(answer), torch.empty_like(feature)
@@ -57,36 +54,28 @@ class Leaving:
         self.graphs: dict[tuple[int, int], Any] = {}
         self._graph(1, count)  # what cannot be captured is known by now
 
-    def _autocast(self) -> Any:
-        enabled, dtype = self.autocast
-        # Weights that autocast keeps in bf16 are gone with its context: each replay makes its own.
-        return torch.autocast("cuda", dtype, enabled, cache_enabled=False)
-
     def _latents(self) -> Tensor:
+        """And the tables of all read-outs, in each call: weights may have been written to since the last."""
         model = self.keeper.model
         patches = model.embed(self.images)
         self.angles, self.attend = model._prepare(self.setting[0], patches)
+        used = dict.fromkeys(map(model.readout, range(1, self.setting[1] + 1)))
+        self.tables = {readout: readout.table(self.angles) for readout in used}
         return model.read.latents(model.latent, patches, self.angles)
-
-    def _tables(self) -> dict[Any, Any]:
-        """Of all read-outs, in each call: weights may have been written to since the last."""
-        used = dict.fromkeys(map(self.keeper.model.readout, range(1, self.setting[1] + 1)))
-        return {readout: readout.table(self.angles) for readout in used}
 
     def _read_out(self, depth: int, z: Tensor) -> tuple[Tensor, Tensor]:
         readout = self.keeper.model.readout(depth)
         return readout(z, z, self.angles, self.tables[readout])  # a learned output token asks: it needs no patches
 
     def _start(self) -> None:
-        with self._autocast():
+        with self.autocast():
             self.z[0].copy_(self._latents())
-            self.tables = self._tables()
         self.who[0].copy_(self.at)
         self.staying[0].fill_(len(self.at))
 
     def _block(self, depth: int, size: int) -> None:
         here, there, model = (depth - 1) % 2, depth % 2, self.keeper.model
-        with self._autocast():
+        with self.autocast():
             z = model.blocks[depth - 1](self.z[here][:size], self.angles, self.attend, model.hidden(self.setting[2]))
             answer, feature = self._read_out(depth, z)
         leaves = present = self.at[:size] < self.staying[here]

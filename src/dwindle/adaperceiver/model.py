@@ -196,7 +196,8 @@ class AdaPerceiver(nn.Module):
 
             if records(images):
                 (t,), (d,), (w,) = settings(self, tokens, depth, width, 1)
-                check(self, images, exit)
+                if exit is not None:  # a recording knows its images' shape, not their threshold
+                    check(self, images, exit)
                 return self.recorder(images, t, d, w, exit)
         out = self.run(images, tokens, depth, width, exit)
         if self.checks and not (self.training or images.is_cuda or torch.compiler.is_compiling()):

@@ -49,18 +49,15 @@ class Recorder(Keeper["AdaPerceiver"]):
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         setting = (tokens, depth, width)
         key = (images.shape, images.dtype, images.device, setting, exit is None, autocast, self.model.attention)
-        path, out = self._paths.get(key), None
-        if path is not None and exit is None:
-            out = path(images, exit)
+        path = self._paths.get(key)
+        out = None if path is None or exit is not None else path(images, exit)
         # While the GPU is at work: were weights moved or exchanged since? What is written into them, a graph reads.
         # Asked before an exit's blocks, of which graphs may be made on the way.
         if self._watch is not None and self._watch.changed():
             self._paths.clear()
             self._watch = path = out = None
-        if path is not None and out is None:
-            out = path(images, exit)
         if out is None:
-            if key in self._paths:
+            if path is None and key in self._paths:
                 path = self._record(images, setting, exit is not None)
             out = (path or self._eager(setting))(images, exit)
         self._paths[key] = path
@@ -87,13 +84,10 @@ class Recorded:
 
     def __init__(self, keeper: Recorder, images: Tensor, setting: Setting) -> None:
         self.turn, model = keeper.turn, keeper.model
-        # The graph reads weights where they lie: they stay there until its last replay, also if the model was moved.
-        self.held = [w.data for w in (*model.parameters(), *model.buffers())]
-        autocast, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        self.held, autocast = recording.held(model), recording.autocast_as_now()
 
         def forward() -> None:
-            # Weights that autocast keeps in bf16 are gone with its context: each replay makes its own.
-            with torch.autocast("cuda", dtype, autocast, cache_enabled=False):
+            with autocast():
                 self.out = model.run(self.images, *setting)
 
         with torch.inference_mode(False), torch.no_grad():  # what is copied in later may come from either mode

@@ -150,14 +150,16 @@ def _look_at_places(model: AdaPerceiver, images: Tensor) -> None:
     y, x = (a.flatten() for a in torch.meshgrid(angle, angle, indexing="ij"))
     code = torch.stack([x.cos(), x.sin(), y.cos(), y.sin()], -1)  # (P, 4)
 
-    seen = (model.patch_embed(images).flatten(2).mT + model.position).flatten(0, 1).double()
+    tokens = model.patch_embed(images).flatten(2).mT + model.position  # (B, P, D)
+    seen = tokens.flatten(0, 1).double()
     seen = seen - seen.mean(-1, keepdim=True)
     used = seen.T @ seen
     used += used.trace()  # the mean over channels is none of them: LayerNorm takes it away
     along = torch.linalg.eigh(used)[1][:, :4].float()  # (D, 4)
     large = CODE * float(seen.square().sum(-1).mean().sqrt()) / math.sqrt(2)
-    model.position.add_(large * code @ along.T)
-    spread = float((model.patch_embed(images).flatten(2).mT + model.position).std(-1).mean())
+    marks = large * code @ along.T  # (P, D)
+    model.position.add_(marks)
+    spread = float((tokens + marks).std(-1).mean())
 
     model.latent.zero_()
     read.q.weight.zero_()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +43,7 @@ class Recording:
         self.most = self.count = len(images)  # images there can be, and are
         with torch.inference_mode(False):  # calls in either mode will copy into them
             self.inputs = [None if x is None else x.to(images.device).clone() for x in (images, depths, dial)]
-        # The graph reads weights where they lie: they stay there until its last replay, also if the model was moved.
-        self.held = [w.data for w in (*model.parameters(), *model.buffers())], ready
+        self.held = held(model), ready
         self.present: tuple[Tensor, Rows] | None = None
 
         def start(x_BND: Tensor, prefix: int) -> Live:
@@ -136,6 +137,19 @@ class Recalled(Output):
 
     def __reduce__(self) -> tuple:
         return Output, (self.logits, self.trace, self.features)
+
+
+def held(model: nn.Module) -> list[Tensor]:
+    """What a graph reads lies where it was recorded, until the last replay, also if the model was moved: for who keeps
+    the graph to keep."""
+    return [w.data for w in (*model.parameters(), *model.buffers())]
+
+
+def autocast_as_now() -> Callable[[], AbstractContextManager]:
+    """The caller's autocast, for what is recorded. Weights it keeps in bf16 are gone with its context: each replay
+    makes its own."""
+    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    return partial(torch.autocast, "cuda", dtype, enabled, cache_enabled=False)
 
 
 def captured(call: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
