@@ -164,7 +164,7 @@ def evaluate(
 ) -> None:
     """Accuracy, cost and speed of a checkpoint on a data set."""
     from .adaperceiver import cli as perceiver
-    from .checkpoint import load_halting
+    from .checkpoint import find, load_halting
     from .lm import cli as language
     from .methods.base import require
     from .model import LAYOUTS
@@ -174,6 +174,7 @@ def evaluate(
         raise unknown("layout", layout, LAYOUTS)
     require(batch >= 1, f"--batch {batch}", "it must be at least 1")
     require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
+    find(checkpoint)  # one that does not exist is named before the options of its kind are
     setting = {"tokens": tokens, "depth": depth, "width": width}
     if perceiver.is_checkpoint(checkpoint):
         only_for("models whose tokens halt", threshold=threshold, layout=None if layout == "packed" else layout)
@@ -293,10 +294,11 @@ def view(
     """Draw for each image which patches were computed how far, the plan beside the execution, and the exits; of an
     AdaPerceiver how sure it is at every depth and number of tokens."""
     from .adaperceiver import cli as perceiver
-    from .checkpoint import load_halting
+    from .checkpoint import find, load_halting
     from .demo import look
     from .lm import cli as language
 
+    find(checkpoint)  # as in eval
     if perceiver.is_checkpoint(checkpoint):
         only_for("models whose tokens halt", threshold=threshold)
         only_for("language models", tau=tau)
