@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import dwindle
-from dwindle.adaperceiver.blocks import attend_mask, attend_steps, block_mask, steps, turns
+from dwindle.adaperceiver.blocks import attend_mask, attend_steps, block_mask, drawn_mask, steps, turns
 from dwindle.adaperceiver.cost import nested_macs, setting_macs
 
 TABLE_5 = {32: 16.2, 64: 28.3, 96: 40.4, 128: 52.5, 224: 88.7, 256: 100.8}
@@ -53,10 +54,10 @@ def test_papers_gflops(paper):
 
 
 @pytest.mark.parametrize("tokens, depth, width", [(4, 4, 32), (8, 2, 16), (13, 3, 24), (16, 4, 32)])
-@pytest.mark.parametrize("outputs", ["class", "dense"])
-def test_macs_against_torchs_counter(tokens, depth, width, outputs):
+@pytest.mark.parametrize("outputs, mask", [("class", "blocks"), ("class", "open"), ("dense", "blocks")])
+def test_macs_against_torchs_counter(tokens, depth, width, outputs, mask):
     """Per image, in a batch: what is made once for all images is left out of both."""
-    model = tiny(torch.float32, outputs=outputs)
+    model = tiny(torch.float32, outputs=outputs, mask=mask)
 
     def flops(count: int) -> float:
         with FlopCounterMode(display=False) as counter:
@@ -82,10 +83,12 @@ def test_first_tokens_do_not_see_those_that_follow():
 
 
 @pytest.mark.parametrize("readouts", ["shared", "own"])
-def test_one_run_gives_every_granularity_and_depth(readouts):
-    model = tiny(readouts=readouts)
+@pytest.mark.parametrize("mask", ["blocks", "open"])
+def test_every_granularity_and_depth(readouts, mask):
+    model = tiny(readouts=readouts, mask=mask)
     for width in model.widths:
         every = model.every(images(), width)
+        torch.testing.assert_close(model.every(images(), width, depths=[2, 4]), every[[1, 3]])
         for g, tokens in enumerate(model.tokens):
             for depth in range(1, model.depth + 1):
                 alone = model(images(), tokens, depth, width).logits
@@ -106,9 +109,43 @@ def test_training_pass_is_what_runs(outputs, readouts):
         torch.testing.assert_close(answers.depths[depth - 1], alone)
 
 
+def test_an_open_mask_lets_all_see_each_other():
+    """Of t latents, as in a network of t only; with one granularity there is nothing to open."""
+    model, x = tiny(mask="open"), images()
+    for tokens in (4, 7, 16, 24):
+        alone = tiny(tokens=(tokens,))
+        alone.load_state_dict(model.state_dict())
+        torch.testing.assert_close(model(x, tokens).logits, alone(x).logits, atol=1e-12, rtol=1e-12)
+    assert not torch.allclose(model(x).logits, tiny()(x).logits)
+    model.mask = "blocks"
+    torch.testing.assert_close(model(x).logits, tiny()(x).logits)
+    with pytest.raises(dwindle.DwindleError, match=r"Unknown mask 'shut'.*blocks.*open"):
+        model.mask = "shut"
+
+
+@pytest.mark.parametrize("drawn", [d for d in product((False, True), repeat=3) if d[-1]])
+def test_a_drawn_mask(drawn):
+    """What each drawn granularity answers is what runs: the first of them as if it was alone; all drawn, blocks."""
+    ends = tuple(t for t, is_drawn in zip((4, 8, 16), drawn) if is_drawn)
+    assert torch.equal(drawn_mask(torch.tensor(drawn), (4, 8, 16)), block_mask(ends, torch.device("cpu")))
+    model, x, widths = tiny(mask="open"), images(), torch.tensor([16, 32, 24, 16])
+    sampled = torch.full((4,), ends[0])
+    for _ in range(2):  # the second time over another mask
+        answers = model.answers(x, widths, sampled, torch.tensor(drawn))
+        nested = tiny(tokens=ends)
+        nested.load_state_dict(model.state_dict())
+        for tokens in ends:
+            torch.testing.assert_close(answers.tokens[(4, 8, 16).index(tokens)], nested(x, tokens, width=widths).logits)
+        torch.testing.assert_close(answers.tokens[(4, 8, 16).index(ends[0])], model(x, ends[0], width=widths).logits)
+        for depth in range(1, 5):
+            torch.testing.assert_close(answers.depths[depth - 1], model(x, ends[0], depth, widths).logits)
+        model.answers(x, widths, sampled, torch.tensor([not drawn[0], True, True]))
+
+
 @pytest.mark.parametrize("readouts", ["shared", "own"])
-def test_a_setting_per_image(readouts):
-    model, x = tiny(readouts=readouts), images(6)
+@pytest.mark.parametrize("mask", ["blocks", "open"])
+def test_a_setting_per_image(readouts, mask):
+    model, x = tiny(readouts=readouts, mask=mask), images(6)
     tokens, depth, width = [4, 8, 5, 16, 4, 40], [1, 4, 2, 4, 3, 4], [16, 32, 24, 16, 16, 32]
     together = model(x, tokens, depth, torch.tensor(width))
     for i in range(6):
@@ -118,8 +155,9 @@ def test_a_setting_per_image(readouts):
     assert together.trace.counts.tolist() == [[t if d > at else 0 for t, d in zip(tokens, depth)] for at in range(4)]
 
 
-def test_exit_is_the_images_own():
-    model, x = tiny(), images(8)
+@pytest.mark.parametrize("mask", ["blocks", "open"])
+def test_exit_is_the_images_own(mask):
+    model, x = tiny(mask=mask), images(8)
     every = model.every(x)[:, -1].softmax(-1).amax(-1)  # (L, B)
     threshold = float(every[:-1].median())
     out = model(x, exit=threshold)

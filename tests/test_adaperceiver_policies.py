@@ -122,21 +122,55 @@ def test_policy_learns_who_needs_more():
     y = torch.where(hard, 1, 0)
 
     class Known(dwindle.AdaPerceiver):
-        def answers(self, x, widths=None, sampled=None):
+        def every(self, x, width=None, depths=None):
+            assert depths == [2, 4]
             said = torch.zeros(3, len(x), 5)
             needs = x.mean((1, 2, 3)) > 0.5
             said[:, ~needs, 0], said[:2, needs, 0], said[2, needs, 1] = 4.0, 4.0, 4.0
-            return type("Answers", (), {"tokens": said})
+            return torch.stack([torch.zeros_like(said), said])  # with two blocks it knows nothing
 
     known = Known(**model.config)
     known.load_state_dict(model.state_dict())
     known.requires_grad_(False)
     epochs = ([(x, y)] for _ in range(150))
-    policy, again = rules.train_policies(known, epochs, [0.2, 0.2], lr=3e-3)
+    settings = [(4, 4), (8, 2), (16, 4)]
+    wanted = [(0.2, rules.token_choices(known)), (0.2, settings), (0.2, rules.token_choices(known))]
+    policy, other, again = rules.train_policies(known, epochs, wanted, lr=3e-3)
     picked = policy(known.embed(x)).argmax(-1)
     assert (picked[hard] == 2).float().mean() > 0.9 and (picked[~hard] == 0).float().mean() > 0.9
+    tokens, depth = other.choose(known.embed(x))
+    assert (tokens[hard] == 16).float().mean() > 0.9 and (depth == 4).float().mean() > 0.9
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters()))
-    assert torch.equal(policy.choose(known.embed(x)), torch.tensor(model.tokens)[picked])
+    tokens, depth = policy.choose(known.embed(x))
+    assert torch.equal(tokens, torch.tensor(model.tokens)[picked]) and depth.eq(4).all()
+
+
+def test_choices_worth_having(seen):
+    """Fewest blocks within half a point of all, and the largest setting."""
+    model = seen[0]
+    correct = torch.zeros(3, 4, 3, 1000, dtype=torch.bool)
+    for g, hits in enumerate(((500, 600, 700, 700), (300, 696, 699, 700), (100, 800, 796, 800))):
+        for depth, count in enumerate(hits):
+            correct[-1, depth, g, :count] = True
+    some = measure.Grid(correct, torch.zeros(correct.shape))
+    assert rules.setting_choices(model, some) == [(4, 3), (8, 2), (16, 2), (16, 4)]
+    assert rules.setting_choices(model, some, within=0)[-1] == (16, 4)
+    assert rules.token_choices(model) == [(4, 4), (8, 4), (16, 4)]
+
+
+def test_a_learned_choice_in_the_table_is_what_runs(seen):
+    """Answers and cost of tokens and depths per image, and with early exit on top."""
+    model, x, y, _, found = seen
+    policy = rules.PolicyNetwork(model, [(4, 2), (8, 3), (16, 4)])
+    policy.forward = lambda patches: torch.eye(3)[torch.arange(len(patches)) % 3]
+    patches, picked = model.embed(x), torch.arange(48) % 3
+    threshold = float(found.confidence[-1, :-1].median())
+    for tau in (None, threshold):
+        out = model(x, *policy.choose(patches), exit=tau)
+        row = rules.learned(model, found, policy, picked, 0.1, tau)
+        assert row["top1"] == pytest.approx(100 * float((out.logits.argmax(-1) == y).float().mean()), abs=1e-3)
+        cost = float((model.macs(out.trace) + policy.macs).mean()) / 1e9
+        assert row["gmacs"] == pytest.approx(cost, abs=1e-4) and row["policy"].startswith("RL (settings, lambda = 0.1")
 
 
 def test_policy_network_cost(seen):
@@ -167,10 +201,11 @@ def test_policies_command(places):
     line = "policies {ada} --data {data} --epochs 1 --prices 0.1 --batch 4 --out {root}/table --device cpu"
     done = run(line, **places)
     rows = done.json["rows"]
-    assert len(rows) == 3 + 9 + 4 + 1 and done.json["images"] == 15
+    assert len(rows) == 3 + 9 + 2 * 4 + 1 and done.json["images"] == 15
     assert all({"policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"} <= set(row) for row in rows)
     assert json.loads((places["root"] / "table" / "policies.json").read_text()) == rows
-    assert (places["root"] / "table" / "policy_0.1.safetensors").is_file()
+    for kind in ("tokens", "settings"):
+        assert (places["root"] / "table" / f"policy_{kind}_0.1.safetensors").is_file()
 
 
 def test_grid_command(places):

@@ -56,12 +56,14 @@ def test_learns_at_every_setting(data, tmp_path):
     assert (tmp_path / "run" / "README.md").read_text().count("chosen at run time") == 1
 
 
-def test_resume_is_the_same_run(data, tmp_path):
-    list(run(data, tmp_path / "whole", "ema=0.9").epochs())
-    broken = run(data, tmp_path / "parts", "ema=0.9")
+@pytest.mark.parametrize("mask", ["blocks", "open"])
+def test_resume_is_the_same_run(data, tmp_path, mask):
+    given = ("ema=0.9", f"method.mask={mask}")
+    list(run(data, tmp_path / "whole", *given).epochs())
+    broken = run(data, tmp_path / "parts", *given)
     for _ in zip(range(1), broken.epochs()):
         pass
-    again = run(data, tmp_path / "parts", "ema=0.9", resume=True)
+    again = run(data, tmp_path / "parts", *given, resume=True)
     list(again.epochs())
     one, two = dwindle.load(tmp_path / "whole").state_dict(), dwindle.load(tmp_path / "parts").state_dict()
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -75,6 +77,28 @@ def test_samples_by_stage(data, tmp_path):
         assert ("sampled" in found) == sampled
         assert set(found["widths"].tolist()) == ({16, 24, 32} if epoch == 2 else {32})
     assert set(found["sampled"].tolist()) <= {4, 8, 16} and len(found["sampled"]) == 4
+
+
+def test_steps_of_an_open_mask_are_drawn(data, tmp_path):
+    work = run(data, tmp_path / "run", "stages=(0,1,1)", "method.mask=open", "mask_steps=0.3", "depth_weight=0")
+    shares, tokens = torch.zeros(3).double(), torch.tensor([4, 8, 16])
+    for step in range(400):
+        work.step = step
+        found = work._sample(8)
+        shares += found["drawn"].double() / 400
+        assert set(found["sampled"].tolist()) <= set(tokens[found["drawn"]].tolist())
+    assert torch.allclose(shares, torch.tensor([0.3, 0.3, 1.0]).double(), atol=0.08)
+    x, y = next(iter(work.batches(train=False)))
+    drawn = torch.tensor([True, False, True])
+    said = work.model.answers(x, drawn=drawn)
+    losses = work.loss(said.tokens, y, None)
+    torch.testing.assert_close(work.terms(said, y, drawn=drawn)["total"], losses[[0, 2]].mean())
+
+
+def test_learns_with_an_open_mask(data, tmp_path):
+    numbers = list(run(data, tmp_path / "run", "epochs=12", "method.mask=open", "stages=(0,0,1)").epochs())
+    assert numbers[-1]["top1"] > 90 and numbers[-1]["top1_fewest_tokens"] > 90
+    assert dwindle.load(tmp_path / "run").mask == "open"
 
 
 def test_the_largest_setting_once_more(data, tmp_path):
@@ -130,6 +154,8 @@ def test_a_frozen_network_keeps_its_tokens(data, tmp_path):
     run(data, tmp_path / "free", *given)
     with pytest.raises(dwindle.DwindleError, match=r"tokens = \(4, 8, 16\).*learning \(8, 16\)"):
         run(data, tmp_path / "frozen", *given, "freeze_backbone=true")
+    with pytest.raises(dwindle.DwindleError, match=r"mask = blocks.*learning open; give --set"):
+        run(data, tmp_path / "open", given[0], "method.mask=open", "freeze_backbone=true")
 
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
@@ -170,6 +196,8 @@ def test_frozen_parts(data, tmp_path):
         ("stages=(1,2)", "three shares"),
         ("optimizer=sgd", "unknown optimizer"),
         ("full_width=2", "a share of the images, from 0 to 1"),
+        ("mask_steps=0", "a chance, above 0 and at most 1"),
+        ("method.mask=none", "mask"),
         ("block_lr=-1", "a share of lr, at least 0"),
         ("attention=ring", "unknown attention"),
         ("distill=token", "no distillation token"),
@@ -338,10 +366,12 @@ def test_one_schedule_over_all_stages(data, tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_a_recorded_step_is_the_eager_one(data, vit, tmp_path):
+@pytest.mark.parametrize("mask", ["blocks", "open"])
+def test_a_recorded_step_is_the_eager_one(data, vit, tmp_path, mask):
     losses = []
     for compiled in ("false", "true"):
         given = ("resident=true", "amp=false", f"teacher={vit}", f"compile={compiled}", "epochs=6")
+        given += (f"method.mask={mask}",)
         work = AdaRun(changed(ada_tiny_test(), given), str(data), tmp_path / compiled, device="cuda")
         losses.append([numbers["total"] for numbers in work.epochs()])
         assert (work.recorded is not None) == (compiled == "true")

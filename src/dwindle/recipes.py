@@ -92,7 +92,8 @@ def ada_cifar100() -> Recipe:
     """
     return dataclasses.replace(
         _ada(144),
-        method_options={"tokens": (32, 64, 96), "readouts": "own"},
+        method_options={"tokens": (32, 64, 96), "readouts": "own", "mask": "open"},
+        mask_steps=0.4,
         # All axes from the beginning: one schedule, in which every setting has all the time there is.
         stages=(0.0, 0.0, 1.0),
         largest_weight=0.5,

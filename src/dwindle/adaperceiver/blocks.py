@@ -59,6 +59,14 @@ def block_mask(ends: tuple[int, ...], device: torch.device) -> Tensor:
     return at < edges[torch.searchsorted(edges, at, right=True)][:, None]
 
 
+def drawn_mask(drawn: Tensor, granularities: tuple[int, ...]) -> Tensor:
+    """`block_mask` of those granularities that drawn (G,) bool, the last among them, names; without waiting for it."""
+    most = granularities[-1]
+    at, ends = torch.arange(most, device=drawn.device), numbers(granularities, drawn.device)
+    seen = torch.where(drawn & (ends > at[:, None]), ends, most).amin(1)  # (N,)
+    return at < seen[:, None]
+
+
 def attend_steps(q: Tensor, k: Tensor, v: Tensor, ends: Sequence[int]) -> Tensor:
     """Block by block: what the mask forbids is never computed."""
     parts, start = [], 0

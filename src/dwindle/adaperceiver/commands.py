@@ -170,7 +170,8 @@ def policies(
     limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
     device: Device = None,
 ) -> None:
-    """Table 6 for an AdaPerceiver: fixed settings, early exit, a learned choice of tokens, and the oracle."""
+    """Table 6 for an AdaPerceiver: fixed settings, early exit, a learned choice of tokens (the paper's) or of
+    tokens and depth, and the oracle."""
     from . import policies as rules
     from .grid import grid as look
 
@@ -194,9 +195,18 @@ def policies(
             def tick() -> None:
                 bar.advance(task)
 
-            learned = rules.train_policies(model, passes, lambdas, device=place, progress=tick)
-            made = [(price, p, rules.choices(model, p, served(batch), place)) for price, p in zip(lambdas, learned)]
-    rows = rules.table_6(model, found, made, taus)
+            kinds = {"tokens": rules.token_choices(model), "settings": rules.setting_choices(model, found)}
+            if kinds["settings"] == kinds["tokens"]:  # no number of tokens can do with fewer blocks
+                del kinds["settings"]
+            wanted = [(kind, price) for kind in kinds for price in lambdas]
+            learned = rules.train_policies(
+                model, passes, [(price, kinds[kind]) for kind, price in wanted], device=place, progress=tick
+            )
+            made = [
+                (kind, price, policy, rules.choices(model, policy, served(batch), place))
+                for (kind, price), policy in zip(wanted, learned)
+            ]
+    rows = rules.table_6(model, found, [(price, policy, picked) for _, price, policy, picked in made], taus)
     columns = ["policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"]
     show_table(f"{checkpoint} on {data}", columns, [[row[c] for c in columns] for row in rows])
     if out is not None:
@@ -204,7 +214,7 @@ def policies(
 
         out.mkdir(parents=True, exist_ok=True)
         write_text(out / "policies.json", json.dumps(rows, indent=1) + "\n")
-        for price, policy, _ in made:
+        for kind, price, policy, _ in made:
             weights = {n: v.cpu().contiguous() for n, v in policy.state_dict().items()}
-            write_weights(out / f"policy_{price}.safetensors", weights)
+            write_weights(out / f"policy_{kind}_{price}.safetensors", weights, {"choices": json.dumps(policy.choices)})
     finish({"checkpoint": checkpoint, "images": served.count, "rows": rows})

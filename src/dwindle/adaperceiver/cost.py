@@ -12,21 +12,19 @@ import torch
 from torch import Tensor
 
 from ..trace import Trace
-from .blocks import steps
 
 if TYPE_CHECKING:
     from .model import AdaPerceiver
 
 
-def looks(tokens: int, granularities: tuple[int, ...]) -> int:
-    """Pairs of latents that the block mask lets meet."""
-    ends = steps(tokens, granularities)
+def looks(ends: tuple[int, ...]) -> int:
+    """Pairs of latents that a mask of these steps lets meet."""
     return sum((end - start) * end for start, end in zip((0, *ends), ends))
 
 
 def block_macs(model: AdaPerceiver, tokens: int, width: int) -> int:
     d = model.width
-    return tokens * (4 * d * d + 2 * d * model.hidden(width)) + 2 * d * looks(tokens, model.tokens)
+    return tokens * (4 * d * d + 2 * d * model.hidden(width)) + 2 * d * looks(model.ends(tokens))
 
 
 def embed_macs(model: AdaPerceiver, patches: int) -> int:

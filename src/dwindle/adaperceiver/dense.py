@@ -24,7 +24,7 @@ from ..images import Preprocess, load_image
 from ..train.batches import loader
 from ..train.data import EXTENSIONS, Images
 from ..train.data import limit as first
-from .model import AdaPerceiver, Answers
+from .model import AdaPerceiver
 from .recipe import AdaRecipe
 from .train import AdaRun
 
@@ -186,8 +186,8 @@ class DenseRun(AdaRun):
         model.eval()
         scores = [Score(self.recipe.task, model.classes) for _ in model.tokens]
         for x, y in self.batches(train=False):
-            answers: Answers = model.answers(x.to(self.device))
-            for score, answer in zip(scores, answers.tokens):
+            answers = model.every(x.to(self.device), depths=[model.depth])[0]
+            for score, answer in zip(scores, answers):
                 score.add(maps(answer, model.grid((model.image,) * 2), (y.shape[-2], y.shape[-1])), y.to(self.device))
         model.train(training)
         name, found = scores[0].name, [round(score.value, 4) for score in scores]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,14 +19,29 @@ from ..errors import DwindleError, unknown
 from ..model import Output, check_finite
 from ..ops.patches import embed_patches
 from ..trace import Trace
-from .blocks import Attend, Block, MatFFN, Read, ReadOut, Turn, any_batch, attention, fastest, numbers, steps, turns
+from .blocks import (
+    Attend,
+    Block,
+    MatFFN,
+    Read,
+    ReadOut,
+    Turn,
+    any_batch,
+    attend_mask,
+    attention,
+    drawn_mask,
+    fastest,
+    numbers,
+    steps,
+    turns,
+)
 from .cost import setting_macs, trace_macs
 from .settings import Choice, check, settings, trace_of
 
 if TYPE_CHECKING:
     from .recorded import Recorder
 
-OUTPUTS, HEADS, READOUTS = ("class", "dense"), ("linear", "mlp"), ("shared", "own")
+OUTPUTS, HEADS, READOUTS, MASKS = ("class", "dense"), ("linear", "mlp"), ("shared", "own"), ("blocks", "open")
 PRESETS: dict[str, dict[str, Any]] = {
     # C.7, but patches of 16: with the 14 printed there it has 143.7M parameters, with 16 the 143.8M of Table 5.
     "paper": {},
@@ -66,7 +82,8 @@ class AdaPerceiver(nn.Module):
 
     tokens, widths: those trained. outputs: 'class', one learned output token; 'dense', an answer for each patch.
     head: 'linear', or 'mlp' for feature distillation (D.1). readouts: 'shared' by all depths (Eq. 13), or 'own': each
-    depth has its output token, write head and classifier.
+    depth has its output token, write head and classifier. mask: 'blocks', what a latent sees does not depend on how
+    many follow (C.4); or 'open', asked for t latents all t see each other, and training draws the steps of the mask.
     """
 
     def __init__(
@@ -87,6 +104,7 @@ class AdaPerceiver(nn.Module):
         outputs: str = "class",
         head: str = "linear",
         readouts: str = "shared",
+        mask: str = "blocks",
     ) -> None:
         super().__init__()
         tokens, widths = tuple(tokens), tuple(widths or (width,))
@@ -110,15 +128,17 @@ class AdaPerceiver(nn.Module):
         ):
             if not fits:
                 raise DwindleError(f"{given}: {expected}.")
-        self.config = {
+        self.config: dict[str, Any] = {
             **{"classes": classes, "image": image, "patch": patch, "channels": channels, "width": width},
             **{"depth": depth, "heads": heads, "ffn_ratio": ffn_ratio, "tokens": tokens, "widths": widths},
             **{"layer_scale": layer_scale, "rope_theta": rope_theta, "outputs": outputs, "head": head},
             **{"readouts": readouts},
         }
+        self.mask = mask
         self.classes, self.image, self.patch, self.channels = classes, image, patch, channels
         self.width, self.depth, self.heads, self.ffn_ratio = width, depth, heads, ffn_ratio
         self.tokens, self.widths, self.rope_theta, self.outputs = tokens, widths, rope_theta, outputs
+        self._drawn: partial | None = None
         self.attention: str | None = None  # 'steps', 'mask' or 'flex'; None: the fastest on this machine
         self.extra: dict[str, Any] = {}
         self._recorder: Recorder | None = None
@@ -140,6 +160,17 @@ class AdaPerceiver(nn.Module):
         if name not in PRESETS:
             raise unknown("preset of AdaPerceiver", name, PRESETS)
         return cls(**PRESETS[name] | changes)
+
+    @property
+    def mask(self) -> str:
+        """'blocks' or 'open'; it may be changed at any time, and is saved with the network."""
+        return self.config["mask"]
+
+    @mask.setter
+    def mask(self, mask: str) -> None:
+        if mask not in MASKS:
+            raise unknown("mask", mask, MASKS)
+        self.config["mask"] = mask
 
     @torch.no_grad()
     def _start(self) -> None:
@@ -303,9 +334,13 @@ class AdaPerceiver(nn.Module):
         """The patches of these images, where answers are read out by patch; else none of them is needed any more."""
         return patches if self.outputs == "class" else picked(patches, who)
 
-    def _prepare(self, tokens: int, patches: Tensor) -> tuple[Turn, Attend]:
+    def ends(self, tokens: int) -> tuple[int, ...]:
+        """Where the steps of the mask end for this many latents."""
+        return steps(tokens, self.tokens) if self.mask == "blocks" else (tokens,)
+
+    def _prepare(self, tokens: int, patches: Tensor, ends: tuple[int, ...] | None = None) -> tuple[Turn, Attend]:
         """RoPE's angles and the attention for this many latents."""
-        ends = steps(tokens, self.tokens)
+        ends = ends or self.ends(tokens)
         size = self.width // self.heads
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else patches.dtype
         # Groups of any size come by; measured is the next power of two.
@@ -328,14 +363,23 @@ class AdaPerceiver(nn.Module):
 
         return answers
 
-    def answers(self, images: Tensor, widths: Tensor | None = None, sampled: Tensor | None = None) -> Answers:
+    def answers(
+        self,
+        images: Tensor,
+        widths: Tensor | None = None,
+        sampled: Tensor | None = None,
+        drawn: Tensor | None = None,
+    ) -> Answers:
         """Algorithm 3's forward pass: every granularity out of one run of the largest.
 
-        widths: (B,) each image's own, masked. sampled: (L,) the granularity that each depth is read out with.
+        widths: (B,) each image's own, masked. sampled: (L,) the granularity that each depth is read out with. drawn:
+        (G,) bool, the steps that the mask has this time; answers at other granularities then saw more than they should.
         """
         patches = self.embed(images)
         largest = self.tokens[-1]
-        turn, attend = self._prepare(largest, patches)
+        turn, attend = self._prepare(largest, patches, self.tokens)
+        if drawn is not None:
+            attend = self._attend_drawn(drawn)
         at = torch.arange(largest, device=images.device)
         kept = None
         if widths is not None:
@@ -350,18 +394,37 @@ class AdaPerceiver(nn.Module):
         grains = at < numbers(self.tokens, images.device)[:, None]  # (G, N)
         return Answers(answers(self.depth, z, patches, grains)[0], torch.stack(depths) if depths else None)
 
+    def _attend_drawn(self, drawn: Tensor) -> Attend:
+        """Attention by these steps of the mask, written where the last ones were: compiled blocks and recordings know
+        the place.
+        """
+        device, most = drawn.device, self.tokens[-1]
+        if self._drawn is None or self._drawn.keywords["mask"].device != device:
+            with torch.inference_mode(False):  # kept, and a backward pass may come later
+                self._drawn = partial(attend_mask, mask=torch.ones(most, most, dtype=torch.bool, device=device))
+        self._drawn.keywords["mask"].copy_(drawn_mask(drawn, self.tokens))
+        return self._drawn
+
     @torch.no_grad()
-    def every(self, images: Tensor, width: int | None = None) -> Tensor:
-        """(L, G, B, classes): the answer at each depth and trained granularity, out of one run (C.4)."""
+    def every(self, images: Tensor, width: int | None = None, depths: Sequence[int] | None = None) -> Tensor:
+        """(L, G, B, classes): the answer at each depth (or only at some, in rising order) and trained granularity; with
+        the mask of C.4 out of one run.
+        """
         _, _, (w,) = settings(self, None, None, width, 1)
-        patches = self.embed(images)
-        turn, attend = self._prepare(self.tokens[-1], patches)
-        at = torch.arange(self.tokens[-1], device=images.device)
-        grains = at < numbers(self.tokens, images.device)[:, None]
+        patches, wanted = self.embed(images), depths or range(1, self.depth + 1)
+        runs = [self.tokens] if self.mask == "blocks" else [(t,) for t in self.tokens]
+        return torch.cat([self._nested(patches, nested, w, wanted) for nested in runs], 1)
+
+    def _nested(self, patches: Tensor, tokens: Sequence[int], width: int, depths: Sequence[int]) -> Tensor:
+        """(L, G, B, classes) of a run of the most of these tokens, in which the fewer are what they are alone."""
+        turn, attend = self._prepare(tokens[-1], patches)
+        at = torch.arange(tokens[-1], device=patches.device)
+        grains = at < numbers(tuple(tokens), patches.device)[:, None]
         z, answers, found = self.read.latents(self.latent, patches, turn), self._answering(turn), []
-        for depth, block in enumerate(self.blocks, 1):
-            z = block(z, turn, attend, self.hidden(w))
-            found.append(answers(depth, z, patches, grains)[0])
+        for depth, block in enumerate(self.blocks[: max(depths)], 1):
+            z = block(z, turn, attend, self.hidden(width))
+            if depth in depths:
+                found.append(answers(depth, z, patches, grains)[0])
         return torch.stack(found)
 
     def unwrap(self) -> nn.Module:

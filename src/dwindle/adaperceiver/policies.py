@@ -1,7 +1,7 @@
-"""Which setting for which image (I.1-I.4): fixed, early exit, a learned choice of tokens, and the oracle.
+"""Which setting for which image (I.1-I.4): fixed, early exit, a learned choice, and the oracle.
 
-G granularities, L depths, W widths, n images. Policies are judged on a `Grid`, which holds what every setting answers
-to every image; `AdaPerceiver.forward` with the same settings answers the same.
+G granularities, L depths, W widths, C choices, n images. Policies are judged on a `Grid`, which holds what every
+setting answers to every image; `AdaPerceiver.forward` with the same settings answers the same.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from .cost import setting_macs
 from .grid import Batches, Grid
 from .grid import rows as settings
 from .model import AdaPerceiver
+
+Option = tuple[int, int]  # tokens and depth, at full width
 
 
 def result(policy: str, correct: Tensor, macs: Tensor, **more: Any) -> dict[str, Any]:
@@ -40,17 +42,22 @@ def fixed(model: AdaPerceiver, found: Grid) -> list[dict[str, Any]]:
     ]
 
 
-def exits(found: Grid, threshold: float, tokens: Tensor) -> Tensor:
-    """(n,) the depth, from 1, at which each image is sure enough; tokens: (n,) index of its granularity."""
+def exits(found: Grid, threshold: float, tokens: Tensor, most: Tensor | None = None) -> Tensor:
+    """(n,) the depth, from 1, at which each image is sure enough; tokens: (n,) index of its granularity; most: (n,) the
+    depth at which it leaves in any case.
+    """
     at = torch.arange(len(tokens))
     sure = found.confidence[-1][:, tokens, at] >= threshold  # (L, n)
     sure[-1] = True
-    return sure.int().argmax(0) + 1
+    depths = sure.int().argmax(0) + 1
+    return depths if most is None else depths.minimum(most)
 
 
-def early_exit(model: AdaPerceiver, found: Grid, threshold: float, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def early_exit(
+    model: AdaPerceiver, found: Grid, threshold: float, tokens: Tensor, most: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """I.2, each image by its own confidence: what was right (n,), and the MACs with a read-out at every depth."""
-    at, depths = torch.arange(len(tokens)), exits(found, threshold, tokens)
+    at, depths = torch.arange(len(tokens)), exits(found, threshold, tokens, most)
     price = torch.tensor(
         [
             [float(setting_macs(model, t, d, model.width, reads=d)) for d in range(1, model.depth + 1)]
@@ -76,6 +83,21 @@ def oracle(model: AdaPerceiver, found: Grid) -> dict[str, Any]:
     return result("optimal", right.any(0), prices[order][chosen])
 
 
+def token_choices(model: AdaPerceiver) -> list[Option]:
+    """I.3: every trained number of tokens, at full depth."""
+    return [(tokens, model.depth) for tokens in model.tokens]
+
+
+def setting_choices(model: AdaPerceiver, found: Grid, within: float = 0.5) -> list[Option]:
+    """For each number of tokens the fewest blocks within so many points of all, and the largest setting; cheapest
+    first. The last blocks of few tokens cost more than they bring: more tokens do better with it.
+    """
+    top1 = found.top1[-1]  # (L, G)
+    enough = (top1 >= top1[-1] - within).int().argmax(0) + 1
+    chosen: set[Option] = {*zip(model.tokens, enough.tolist()), (model.tokens[-1], model.depth)}
+    return sorted(chosen, key=lambda option: setting_macs(model, option[0], option[1], model.width))
+
+
 class Mixer(nn.Module):
     """MLP-Mixer's block: an MLP over tokens, one over channels, at half and twice their size."""
 
@@ -91,12 +113,15 @@ class Mixer(nn.Module):
 
 
 class PolicyNetwork(nn.Module):
-    """Algorithm 4, on input tokens (B, P, D) brought to `inner` channels first: at full width it would cost a block."""
+    """Algorithm 4, on input tokens (B, P, D) brought to `inner` channels first: at full width it would cost a block.
 
-    def __init__(self, model: AdaPerceiver, inner: int | None = None) -> None:
+    choices: `token_choices` if not given.
+    """
+
+    def __init__(self, model: AdaPerceiver, choices: Sequence[Option] | None = None, inner: int | None = None) -> None:
         super().__init__()
         self.seq, self.dim, self.inner = model.patches(), model.width, inner or max(model.width // 4, 8)
-        self.choices = model.tokens
+        self.choices = list(choices or token_choices(model))
         self.squeeze = nn.Sequential(nn.LayerNorm(self.dim), nn.Linear(self.dim, self.inner))
         self.mixers = nn.Sequential(Mixer(self.inner, self.seq), Mixer(self.inner, self.seq))
         self.fuse = nn.Sequential(
@@ -109,12 +134,13 @@ class PolicyNetwork(nn.Module):
         self.head = nn.Linear(self.inner, len(self.choices), bias=False)
 
     def forward(self, patches: Tensor) -> Tensor:
-        """(B, G) logits of the choices."""
+        """(B, C) logits of the choices."""
         return self.head(self.fuse(self.mixers(self.squeeze(patches)).mean(1)))
 
-    def choose(self, patches: Tensor) -> Tensor:
-        """(B,) the number of tokens for each image."""
-        return torch.tensor(self.choices, device=patches.device)[self(patches).argmax(-1)]
+    def choose(self, patches: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens (B,) and depth (B,) for each image: `model(images, *policy.choose(model.embed(images)))`."""
+        tokens, depth = torch.tensor(self.choices, device=patches.device)[self(patches).argmax(-1)].unbind(-1)
+        return tokens, depth
 
     @property
     def macs(self) -> int:
@@ -126,7 +152,7 @@ class PolicyNetwork(nn.Module):
 def train_policies(
     model: AdaPerceiver,
     epochs: Iterable[Batches],
-    prices: Sequence[float],
+    wanted: Sequence[tuple[float, Sequence[Option]]],
     *,
     lr: float = 1e-3,
     decay: float = 0.99,
@@ -135,21 +161,24 @@ def train_policies(
     device: str | torch.device = "cpu",
     progress: Callable[[], None] | None = None,
 ) -> list[PolicyNetwork]:
-    """REINFORCE (I.3), one policy for each price, all from the same runs of the network: reward -CE - price * index of
-    the choice (Eq. 14), each image's own advantage over the moving average of past rewards. entropy: a bonus that keeps
-    the choice open while the baseline settles; not in the paper.
+    """REINFORCE (I.3), a policy for each (price, choices) wanted, all from the same runs of the network: reward -CE -
+    price * index of the choice (Eq. 14), each image's own advantage over the moving average of past rewards. entropy: a
+    bonus that keeps the choice open while the baseline settles; not in the paper.
     """
     place = torch.device(device)
     model.eval().to(place)
-    learners = [_Learner(model, price, place, lr, decay, entropy, seed) for price in prices]
+    learners = [_Learner(model, choices, price, place, lr, decay, entropy, seed) for price, choices in wanted]
+    depths = sorted({depth for _, choices in wanted for _, depth in choices})
     for batches in epochs:
         for x, y in batches:
             x, y = x.to(place), y.to(place)
             with torch.no_grad(), torch.autocast(place.type, torch.bfloat16, enabled=place.type == "cuda"):
-                patches, said = model.embed(x), model.answers(x).tokens  # (G, B, classes): one run gives every choice
-            loss = F.cross_entropy(said.flatten(0, 1).float(), y.repeat(len(said)), reduction="none")
+                patches, said = model.embed(x), model.every(x, depths=depths)  # (L, G, B, classes)
+            answers = said.flatten(0, 2).float()
+            loss = F.cross_entropy(answers, y.repeat(len(answers) // len(y)), reduction="none").view(said.shape[:3])
             for learner in learners:
-                learner.step(patches.float(), loss.view(-1, len(y)))
+                asked = [loss[depths.index(d), model.tokens.index(t)] for t, d in learner.policy.choices]
+                learner.step(patches.float(), torch.stack(asked))
             if progress:
                 progress()
     return [learner.policy.eval() for learner in learners]
@@ -159,20 +188,28 @@ class _Learner:
     """A policy with its optimiser, its baseline and its own chance: what it learns does not depend on the others."""
 
     def __init__(
-        self, model: AdaPerceiver, price: float, place: torch.device, lr: float, decay: float, entropy: float, seed: int
+        self,
+        model: AdaPerceiver,
+        choices: Sequence[Option],
+        price: float,
+        place: torch.device,
+        lr: float,
+        decay: float,
+        entropy: float,
+        seed: int,
     ) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.policy = PolicyNetwork(model).to(place)
+            self.policy = PolicyNetwork(model, choices).to(place)
         self.draw = torch.Generator(place).manual_seed(seed)
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=lr)
         self.price, self.decay, self.entropy = price, decay, entropy
         self.baseline: Tensor | None = None
 
-    def step(self, patches: Tensor, loss_GB: Tensor) -> None:
-        says = self.policy(patches).log_softmax(-1)  # (B, G)
+    def step(self, patches: Tensor, loss_CB: Tensor) -> None:
+        says = self.policy(patches).log_softmax(-1)  # (B, C)
         action = torch.multinomial(says.detach().exp(), 1, generator=self.draw)  # (B, 1)
-        reward = -loss_GB.T.gather(1, action)[:, 0] - self.price * action[:, 0]
+        reward = -loss_CB.T.gather(1, action)[:, 0] - self.price * action[:, 0]
         baseline = reward.mean() if self.baseline is None else self.baseline
         open_ = -(says.exp() * says).sum(-1).mean()
         loss = -((reward - baseline) * says.gather(1, action)[:, 0]).mean() - self.entropy * open_
@@ -184,7 +221,7 @@ class _Learner:
 
 @torch.no_grad()
 def choices(model: AdaPerceiver, policy: PolicyNetwork, batches: Batches, device: str | torch.device = "cpu") -> Tensor:
-    """(n,) index of the granularity that the policy gives each image."""
+    """(n,) index of the choice that the policy makes for each image."""
     place = torch.device(device)
     return torch.cat([policy(model.embed(x.to(place))).argmax(-1).cpu() for x, _ in batches])
 
@@ -198,14 +235,17 @@ def learned(
     threshold: float | None = None,
 ) -> dict[str, Any]:
     """I.3's row, the policy network counted; with a threshold, early exit on top."""
+    kind = "tokens" if policy.choices == token_choices(model) else "settings"
+    tokens = torch.tensor([model.tokens.index(t) for t, _ in policy.choices])[picked]
+    depths = torch.tensor([depth for _, depth in policy.choices])[picked]
     if threshold is not None:
-        correct, macs = early_exit(model, found, threshold, picked)
-        return result(f"RL (tokens, lambda = {price}, tau = {threshold})", correct, macs + policy.macs)
-    prices = torch.tensor([float(setting_macs(model, t, model.depth, model.width)) for t in model.tokens])
-    correct = found.correct[-1, -1][picked, torch.arange(len(picked))]
-    shares = torch.bincount(picked, minlength=len(model.tokens)).double() / len(picked)
-    more = {"shares": [round(float(s), 3) for s in shares]}
-    return result(f"RL (tokens, lambda = {price})", correct, prices[picked] + policy.macs, **more)
+        correct, macs = early_exit(model, found, threshold, tokens, depths)
+        return result(f"RL ({kind}, lambda = {price}, tau = {threshold})", correct, macs + policy.macs)
+    prices = torch.tensor([float(setting_macs(model, t, d, model.width)) for t, d in policy.choices])
+    correct = found.correct[-1][depths - 1, tokens, torch.arange(len(picked))]
+    shares = torch.bincount(picked, minlength=len(policy.choices)).double() / len(picked)
+    more = {"choices": policy.choices, "shares": [round(float(s), 3) for s in shares]}
+    return result(f"RL ({kind}, lambda = {price})", correct, prices[picked] + policy.macs, **more)
 
 
 def table_6(

@@ -48,7 +48,8 @@ class Recorder(Keeper["AdaPerceiver"]):
     def __call__(self, images: Tensor, tokens: int, depth: int, width: int, exit: float | None = None) -> Output:
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         setting = (tokens, depth, width)
-        key = (images.shape, images.dtype, images.device, setting, exit is None, autocast, self.model.attention)
+        how = (exit is None, autocast, self.model.attention, self.model.mask)
+        key = (images.shape, images.dtype, images.device, setting, *how)
         path = self._paths.get(key)
         out = None if path is None or exit is not None else path(images, exit)
         # While the GPU is at work: were weights moved or exchanged since? What is written into them, a graph reads.

@@ -26,11 +26,13 @@ def begin_from(model: AdaPerceiver, source: str, images: Tensor, frozen: bool = 
     """
     other: Any = load(source)
     if isinstance(other, AdaPerceiver):
-        if frozen and other.tokens != model.tokens:
-            raise DwindleError(
-                f"weights = {source} was trained with tokens = {other.tokens}, and freeze_backbone keeps it from "
-                f'learning {model.tokens}; give --set "method.tokens={other.tokens}".'
-            )
+        for name in ("tokens", "mask"):
+            theirs, own = getattr(other, name), getattr(model, name)
+            if frozen and theirs != own:
+                raise DwindleError(
+                    f"weights = {source} was trained with {name} = {theirs}, and freeze_backbone keeps it from "
+                    f'learning {own}; give --set "method.{name}={theirs}".'
+                )
         _from_ada(model, other, source)
     else:
         _from_vit(model, other, source, images)

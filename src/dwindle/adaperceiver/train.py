@@ -9,7 +9,6 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -257,39 +256,53 @@ class AdaRun(Run):
         taught: Tensor | None = None,
         widths: Tensor | None = None,
         sampled: Tensor | None = None,
+        drawn: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Leaves gradients on the parameters, and returns the terms."""
         amp = self.recipe.amp and self.device.type == "cuda"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=amp):
-            terms = self.terms(self.model.answers(x, widths, sampled), y, taught)
+            terms = self.terms(self.model.answers(x, widths, sampled, drawn), y, taught, drawn)
         terms["total"].backward()
         return {name: value.detach().float() for name, value in terms.items()}
 
     def _sample(self, count: int) -> dict[str, Tensor]:
-        """A width per image and a granularity per depth, as the stage asks; a function of (seed, step)."""
+        """A width per image and a granularity per depth, as the stage asks, and the steps of an open mask; a function
+        of (seed, step).
+        """
         draw, model = torch.Generator().manual_seed(mix(self.recipe.seed, self.step)), self.model
 
-        def of(choices: Sequence[int], n: int, most: float = 0.0) -> Tensor:
+        def there(value: Tensor) -> Tensor:
+            # From pinned memory a copy does not wait for the steps before.
+            return value.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else value
+
+        def of(choices: Tensor, n: int, most: float = 0.0) -> Tensor:
             """most: share of them that are the last choice in any case."""
-            picked = torch.tensor(choices)[torch.randint(len(choices), (n,), generator=draw)]
+            picked = choices[torch.randint(len(choices), (n,), generator=draw)]
             if most:
                 picked[torch.rand(n, generator=draw) < most] = choices[-1]
-            # From pinned memory a copy does not wait for the steps before.
-            return picked.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else picked
+            return there(picked)
 
-        found = {}
+        found, tokens = {}, torch.tensor(model.tokens)
+        if model.mask == "open" and len(tokens) > 1:
+            drawn = torch.rand(len(tokens), generator=draw) < self.recipe.mask_steps
+            drawn[-1] = True
+            found["drawn"], tokens = there(drawn), tokens[drawn]
         if self.stage >= 1:
-            found["sampled"] = of(model.tokens, model.depth)
+            found["sampled"] = of(tokens, model.depth)
         if self.recipe.stages[2] and len(model.widths) > 1:  # full until its stage: one recording serves all stages
             choices = model.widths if self.stage >= 2 else model.widths[-1:]
-            found["widths"] = of(choices, count, self.recipe.full_width)
+            found["widths"] = of(torch.tensor(choices), count, self.recipe.full_width)
         return found
 
-    def terms(self, answers: Answers, y: Tensor, taught: Tensor | None = None) -> dict[str, Tensor]:
-        """Algorithm 3: means over images and granularities, and over depths at weight l / L."""
+    def terms(
+        self, answers: Answers, y: Tensor, taught: Tensor | None = None, drawn: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Algorithm 3: means over images and granularities (of an open mask those drawn), and over depths at weight
+        l / L.
+        """
         recipe = self.recipe
         losses = self.loss(answers.tokens, y, taught)  # (G,), the most tokens last
-        terms = {"tokens": losses.mean()}
+        terms = {"tokens": losses.mean() if drawn is None else (losses * drawn).sum() / drawn.sum()}
         terms["total"] = recipe.token_weight * terms["tokens"] + recipe.largest_weight * losses[-1]
         if answers.depths is not None:
             losses = self.loss(answers.depths, y, taught)  # (L,)
