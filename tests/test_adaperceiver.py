@@ -89,6 +89,8 @@ def test_every_granularity_and_depth(readouts, mask):
     for width in model.widths:
         every = model.every(images(), width)
         torch.testing.assert_close(model.every(images(), width, depths=[2, 4]), every[[1, 3]])
+    with pytest.raises(dwindle.DwindleError, match="depth = 9: this network takes"):
+        model.every(images(), depths=[2, 9])
         for g, tokens in enumerate(model.tokens):
             for depth in range(1, model.depth + 1):
                 alone = model(images(), tokens, depth, width).logits

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dwindle
@@ -205,7 +206,9 @@ def test_policies_command(places):
     assert all({"policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"} <= set(row) for row in rows)
     assert json.loads((places["root"] / "table" / "policies.json").read_text()) == rows
     for kind in ("tokens", "settings"):
-        assert (places["root"] / "table" / f"policy_{kind}_0.1.safetensors").is_file()
+        with safe_open(places["root"] / "table" / f"policy_{kind}_0.1.safetensors", "pt") as file:
+            choices = json.loads(file.metadata()["choices"])
+            assert len(choices) == len(file.get_tensor("head.weight")) and choices[-1] == [16, 4]
 
 
 def test_grid_command(places):

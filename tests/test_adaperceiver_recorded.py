@@ -47,6 +47,17 @@ def test_a_recording_is_the_run(place, outputs, readouts):
     assert torch.equal(model.macs(ours.trace), model.macs(model.run(x, *SETTINGS[0]).trace))
 
 
+@torch.no_grad()
+def test_a_recording_is_of_its_mask(place):
+    model = tiny().to(place)
+    x, recorder = images(5).to(place), Recorder(model)
+    for _ in range(3):
+        for model.mask in ("blocks", "open"):
+            for exit in (None, 1.0):
+                same(recorder(x, 16, 4, 32, exit), model.run(x, 16, 4, 32, exit))
+    assert len(made(recorder)) == 4
+
+
 @pytest.mark.parametrize("readouts", ["shared", "own"])
 @torch.no_grad()
 def test_leaving_is_the_run(place, readouts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,8 @@ import typer
 from ..errors import DwindleError, unknown
 from ..files import check_folder, write_text
 from ..terminal import Checkpoint, Data, Device, device_for, finish, numbers, progress_bar, show_table
+
+SOME = 4096  # training images that tell how many blocks a number of tokens can do with
 
 
 def register(app: typer.Typer) -> None:
@@ -163,7 +166,9 @@ def policies(
     checkpoint: Checkpoint,
     data: Data,
     thresholds: Annotated[str, typer.Option(help="Confidences at which images leave.")] = "0.8,0.9,0.95",
-    prices: Annotated[str, typer.Option(help="lambda of Eq. 14: one learned policy for each.")] = "0.01,0.03,0.1",
+    prices: Annotated[
+        str, typer.Option(help="lambda of Eq. 14: for each, a policy of either kind is learned.")
+    ] = "0.01,0.03,0.1",
     epochs: Annotated[int, typer.Option(help="Passes over the training images for each learned policy; 0: none.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Folder for the table and the learned policies.")] = None,
     batch: Annotated[int, typer.Option(help="Images at a time.")] = 128,
@@ -195,7 +200,9 @@ def policies(
             def tick() -> None:
                 bar.advance(task)
 
-            kinds = {"tokens": rules.token_choices(model), "settings": rules.setting_choices(model, found)}
+            some = islice(training(batch, 0), -(-SOME // batch))
+            seen = look(model, some, device=place, widths=model.widths[-1:])
+            kinds = {"tokens": rules.token_choices(model), "settings": rules.setting_choices(model, seen)}
             if kinds["settings"] == kinds["tokens"]:  # no number of tokens can do with fewer blocks
                 del kinds["settings"]
             wanted = [(kind, price) for kind in kinds for price in lambdas]

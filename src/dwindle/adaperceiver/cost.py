@@ -1,7 +1,7 @@
 """What AdaPerceiver costs, by the rules of dwindle.cost: linear layers and products of attention, read-outs too.
 
-Counted as computed: attention block by block, queries of learned tokens and tables of read-outs not at all (they are
-made once a call at most, not per image).
+Counted as computed: attention as far as latents see, queries of learned tokens and tables of read-outs not at all (they
+are made once a call at most, not per image).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Every setting on every image: what each (width, depth, tokens) answers, out of one run per width.
+"""Every setting on every image: what each (width, depth, tokens) answers, out of one run per width (with an open
+mask one per width and number of tokens).
 
 W widths, L depths, G granularities, n images.
 """
@@ -38,16 +39,18 @@ def grid(
     *,
     device: str | torch.device = "cpu",
     amp: bool = True,
+    widths: Sequence[int] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Grid:
-    """amp: bf16 on a GPU, where the network was trained so."""
+    """amp: bf16 on a GPU, where the network was trained so. widths: only these."""
     place, training = torch.device(device), model.training
     model.eval().to(place)
     right, sure = [], []
     for x, y in batches:
         x, y = x.to(place), y.to(place)
         with torch.autocast(place.type, torch.bfloat16, enabled=amp and place.type == "cuda"):
-            logits = torch.stack([model.every(x, width) for width in model.widths])  # (W, L, G, B, classes)
+            # (W, L, G, B, classes)
+            logits = torch.stack([model.every(x, width) for width in widths or model.widths])
         best = logits.float().softmax(-1).max(-1)
         right.append((best.indices == y).cpu())
         sure.append(best.values.cpu())

@@ -346,7 +346,10 @@ class AdaPerceiver(nn.Module):
         # Groups of any size come by; measured is the next power of two.
         shape = (1 << (len(patches) - 1).bit_length(), self.heads, tokens, size)
         kind = self.attention or fastest(shape, ends, patches.device, dtype, torch.is_grad_enabled())
-        return turns(tokens, size, self.rope_theta, patches), attention(kind, ends, patches.device)
+        return self._angles(tokens, patches), attention(kind, ends, patches.device)
+
+    def _angles(self, tokens: int, patches: Tensor) -> Turn:
+        return turns(tokens, self.width // self.heads, self.rope_theta, patches)
 
     def _answering(self, turn: Turn) -> Callable[..., tuple[Tensor, Tensor]]:
         """`answers(depth, z, patches, keep)`: what the depth's `ReadOut` gives, its table made once for all calls."""
@@ -373,13 +376,14 @@ class AdaPerceiver(nn.Module):
         """Algorithm 3's forward pass: every granularity out of one run of the largest.
 
         widths: (B,) each image's own, masked. sampled: (L,) the granularity that each depth is read out with. drawn:
-        (G,) bool, the steps that the mask has this time; answers at other granularities then saw more than they should.
+        (G,) bool, the steps that the mask has this time, not given all; answers at other granularities saw too much.
         """
         patches = self.embed(images)
         largest = self.tokens[-1]
-        turn, attend = self._prepare(largest, patches, self.tokens)
-        if drawn is not None:
-            attend = self._attend_drawn(drawn)
+        if drawn is None:
+            turn, attend = self._prepare(largest, patches, self.tokens)
+        else:
+            turn, attend = self._angles(largest, patches), self._attend_drawn(drawn)
         at = torch.arange(largest, device=images.device)
         kept = None
         if widths is not None:
@@ -410,8 +414,9 @@ class AdaPerceiver(nn.Module):
         """(L, G, B, classes): the answer at each depth (or only at some, in rising order) and trained granularity; with
         the mask of C.4 out of one run.
         """
-        _, _, (w,) = settings(self, None, None, width, 1)
-        patches, wanted = self.embed(images), depths or range(1, self.depth + 1)
+        wanted = depths or range(1, self.depth + 1)
+        _, _, (w, *_) = settings(self, None, wanted, width, len(wanted))
+        patches = self.embed(images)
         runs = [self.tokens] if self.mask == "blocks" else [(t,) for t in self.tokens]
         return torch.cat([self._nested(patches, nested, w, wanted) for nested in runs], 1)
 

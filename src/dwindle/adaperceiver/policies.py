@@ -90,7 +90,8 @@ def token_choices(model: AdaPerceiver) -> list[Option]:
 
 def setting_choices(model: AdaPerceiver, found: Grid, within: float = 0.5) -> list[Option]:
     """For each number of tokens the fewest blocks within so many points of all, and the largest setting; cheapest
-    first. The last blocks of few tokens cost more than they bring: more tokens do better with it.
+    first. The last blocks of few tokens cost more than they bring: more tokens do better with it. found: on training
+    images, at full width.
     """
     top1 = found.top1[-1]  # (L, G)
     enough = (top1 >= top1[-1] - within).int().argmax(0) + 1

@@ -34,7 +34,7 @@ class AdaRecipe(Recipe):
     full_width: float = 0.0  # share of the images that run at full width whatever was drawn for them
     mask_steps: float = 0.5  # chance of each step of an open mask, but the last, to be there in a training step
     optimizer: str = "adamw"  # or 'soap', from pytorch-optimizer
-    attention: str | None = None  # 'steps', 'mask' or 'flex'; None: the fastest on this machine
+    attention: str | None = None  # 'steps', 'mask' or 'flex'; None: the fastest. An open mask trains by 'mask'
 
     def check(self) -> None:
         for f in dataclasses.fields(self):
@@ -46,8 +46,8 @@ class AdaRecipe(Recipe):
             raise DwindleError("distill = token: AdaPerceiver has no distillation token; take soft, hard or features.")
         if not 0 <= self.full_width <= 1:
             raise DwindleError(f"full_width = {self.full_width}: it is a share of the images, from 0 to 1.")
-        if not 0 < self.mask_steps <= 1:
-            raise DwindleError(f"mask_steps = {self.mask_steps}: it is a chance, above 0 and at most 1.")
+        if not 0 < self.mask_steps < 1:
+            raise DwindleError(f"mask_steps = {self.mask_steps}: it is a chance, above 0 and below 1.")
         if not self.block_lr >= 0:
             raise DwindleError(f"block_lr = {self.block_lr}: it is a share of lr, at least 0.")
         if self.optimizer not in OPTIMIZERS:

@@ -22,7 +22,7 @@ CODE = 3.5  # the size of the code of places beside the patch it is added to
 
 def begin_from(model: AdaPerceiver, source: str, images: Tensor, frozen: bool = False) -> None:
     """Load `source`, a checkpoint. images: some (B, C, height, width), prepared, that show what a ViT's channels do.
-    frozen: its blocks will not learn other tokens than it has.
+    frozen: its blocks will not learn other tokens than it has, or another mask.
     """
     other: Any = load(source)
     if isinstance(other, AdaPerceiver):

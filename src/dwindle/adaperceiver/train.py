@@ -96,7 +96,7 @@ class AdaRun(Run):
         able = self.device.type == "cuda" and images >= WORTH_COMPILING
         compiled = able if recipe.compile is None else recipe.compile
         if compiled:
-            # A graph for each kind of stage, and in evaluation for each width and size of batch.
+            # A graph for each kind of stage, and in evaluation for each width, number of tokens and size of batch.
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
             for readout in self.model.readouts:
                 readout.write.compiled = True
