@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import dwindle
 from dwindle.adaperceiver.blocks import attend_mask, attend_steps, block_mask, drawn_mask, steps, turns
 from dwindle.adaperceiver.cost import nested_macs, setting_macs
+from dwindle.ops.linear import available
 
 TABLE_5 = {32: 16.2, 64: 28.3, 96: 40.4, 128: 52.5, 224: 88.7, 256: 100.8}
 TABLE_6 = {32: 16.2, 64: 28.3, 96: 40.4, 128: 52.5, 192: 76.7, 256: 100.8}
@@ -88,13 +89,17 @@ def test_every_granularity_and_depth(readouts, mask):
     model = tiny(readouts=readouts, mask=mask)
     for width in model.widths:
         every = model.every(images(), width)
-        torch.testing.assert_close(model.every(images(), width, depths=[2, 4]), every[[1, 3]])
-    with pytest.raises(dwindle.DwindleError, match="depth = 9: this network takes"):
-        model.every(images(), depths=[2, 9])
+        for depths in ([2, 4], [4, 2], [3, 3]):
+            some = model.every(images(), width, depths=depths)
+            torch.testing.assert_close(some, every[[depth - 1 for depth in depths]])
         for g, tokens in enumerate(model.tokens):
             for depth in range(1, model.depth + 1):
                 alone = model(images(), tokens, depth, width).logits
                 torch.testing.assert_close(every[depth - 1, g], alone, atol=1e-11, rtol=1e-11)
+    with pytest.raises(dwindle.DwindleError, match="depth = 9: this network takes"):
+        model.every(images(), depths=[2, 9])
+    with pytest.raises(dwindle.DwindleError, match="name at least one"):
+        model.every(images(), depths=[])
 
 
 @pytest.mark.parametrize("readouts", ["shared", "own"])
@@ -111,6 +116,43 @@ def test_training_pass_is_what_runs(outputs, readouts):
         torch.testing.assert_close(answers.depths[depth - 1], alone)
 
 
+@pytest.mark.parametrize("outputs", ["class", "dense"])
+@pytest.mark.parametrize("mask", ["blocks", "open"])
+def test_packed_weights_answer_as_modules_do(outputs, mask, monkeypatch):
+    """On a CPU without gradients, at every width; a weight that was written to or exchanged is seen."""
+    monkeypatch.setattr("dwindle.ops.linear.WORTH", 0)
+    model, x = tiny(torch.float32, outputs=outputs, mask=mask), images(5, torch.float32)
+    called = []
+    hook = model.blocks[0].ffn.fc1.register_forward_hook(lambda *_: called.append(1))
+
+    def same() -> None:
+        for setting in [
+            (16, 4, 32),
+            (8, 3, 24),
+            (6, 2, 16),
+            ([4, 16, 4, 8, 16], [1, 4, 2, 3, 4], [16, 32, 24, 24, 32]),
+        ]:
+            ours, theirs = model(x, *setting), model.run(x, *setting)
+            torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(ours.features, theirs.features, atol=1e-4, rtol=1e-4)
+            assert torch.equal(model.macs(ours.trace), model.macs(theirs.trace))
+        torch.testing.assert_close(model.every(x, 24)[2, 1], model.run(x, 8, 3, 24).logits, atol=1e-5, rtol=1e-4)
+
+    with torch.no_grad():
+        same()
+        if available():
+            called.clear()
+            model(x)
+            assert not called
+        model.run(x)
+        assert called
+        model.blocks[0].ffn.fc2.weight.mul_(0.5)
+        same()
+        model.blocks[1].attn.qkv.weight = torch.nn.Parameter(torch.randn(96, 32))
+        same()
+    hook.remove()
+
+
 def test_an_open_mask_lets_all_see_each_other():
     """Of t latents, as in a network of t only; with one granularity there is nothing to open."""
     model, x = tiny(mask="open"), images()
@@ -119,8 +161,14 @@ def test_an_open_mask_lets_all_see_each_other():
         alone.load_state_dict(model.state_dict())
         torch.testing.assert_close(model(x, tokens).logits, alone(x).logits, atol=1e-12, rtol=1e-12)
     assert not torch.allclose(model(x).logits, tiny()(x).logits)
+    before, twin = model(x).trace, copy.copy(model)
     model.mask = "blocks"
     torch.testing.assert_close(model(x).logits, tiny()(x).logits)
+    assert twin.mask == "open" and json.loads(json.dumps(model.config))["mask"] == "blocks"
+    full = (16, 4, 32)
+    for trace, network in ((before, twin), (model(x).trace, model)):  # a trace costs what its own mask did
+        assert model.macs(trace).tolist() == [setting_macs(network, *full)] * len(x)
+    assert setting_macs(model, *full) < setting_macs(twin, *full)
     with pytest.raises(dwindle.DwindleError, match=r"Unknown mask 'shut'.*blocks.*open"):
         model.mask = "shut"
 
@@ -320,3 +368,13 @@ def test_settings_from_numpy():
 def test_bad_networks(given):
     with pytest.raises(dwindle.DwindleError):
         dwindle.AdaPerceiver.preset("tiny", **given)
+
+
+def test_a_checkpoint_with_settings_of_another_version(tmp_path):
+    dwindle.save(tiny(torch.float32), tmp_path / "ada")
+    path = tmp_path / "ada" / "config.json"
+    config = json.loads(path.read_text())
+    config["backbone"]["options"]["mask"] = "shut"
+    path.write_text(json.dumps(config))
+    with pytest.raises(dwindle.DwindleError, match=r"config.json has settings .*Unknown mask 'shut'.*; "):
+        dwindle.load(tmp_path / "ada")

@@ -158,6 +158,36 @@ def test_a_frozen_network_keeps_its_tokens(data, tmp_path):
         run(data, tmp_path / "open", given[0], "method.mask=open", "freeze_backbone=true")
 
 
+def test_another_mask_than_the_weights_had_is_told(data, tmp_path, caplog):
+    list(run(data, tmp_path / "first", "epochs=1", "method.mask=open").epochs())
+    given = (f"weights={tmp_path / 'first'}", "epochs=1")
+    assert run(data, tmp_path / "second", *given).model.mask == "blocks"
+    assert "trained with mask = open and goes on with blocks; method.mask=open keeps it" in caplog.text
+    caplog.clear()
+    run(data, tmp_path / "third", *given, "method.mask=open")
+    # With one granularity no mask hides anything.
+    list(run(data, tmp_path / "one", "epochs=1", "method.mask=open", "method.tokens=(8,)").epochs())
+    run(data, tmp_path / "frozen", f"weights={tmp_path / 'one'}", "method.tokens=(8,)", "freeze_backbone=true")
+    assert not caplog.text
+
+
+def test_a_run_from_before_a_setting_goes_on(data, tmp_path):
+    """What was not there yet counts as its default."""
+    out = tmp_path / "run"
+    list(run(data, out, "epochs=1").epochs())
+    state = torch.load(out / "state.pt", weights_only=True)
+    given = json.loads(state["given"])
+    for name in ("mask_steps", "block_lr"):
+        del given[name]
+    torch.save(state | {"given": json.dumps(given)}, out / "state.pt")
+    assert run(data, out, "epochs=1", resume=True).epoch == 1
+    with pytest.raises(dwindle.DwindleError, match=r"other settings: block_lr=1.0 \(now 0.5\)"):
+        run(data, out, "epochs=1", "block_lr=0.5", resume=True)
+    torch.save(state | {"given": json.dumps(given | {"colour": 3})}, out / "state.pt")
+    with pytest.raises(dwindle.DwindleError, match=r"colour=3 \(now None\)"):
+        run(data, out, "epochs=1", resume=True)
+
+
 @pytest.mark.parametrize("kind", ["soft", "hard"])
 def test_distils(data, teacher, tmp_path, kind):
     work = run(data, tmp_path / "run", f"teacher={teacher}", f"distill={kind}", "label_weight=0", "epochs=2")
@@ -197,6 +227,8 @@ def test_frozen_parts(data, tmp_path):
         ("optimizer=sgd", "unknown optimizer"),
         ("full_width=2", "a share of the images, from 0 to 1"),
         ("mask_steps=1", "a chance, above 0 and below 1"),
+        ("mask_steps=0.3", "for an open mask; give method.mask=open"),
+        (("method.mask=open", "attention=steps"), "trains by 'mask'"),
         ("method.mask=none", "Unknown mask"),
         ("block_lr=-1", "a share of lr, at least 0"),
         ("attention=ring", "unknown attention"),
@@ -214,7 +246,7 @@ def test_frozen_parts(data, tmp_path):
 )
 def test_bad_recipes(data, tmp_path, setting, said):
     with pytest.raises(dwindle.DwindleError, match=f"(?i){said}"):
-        run(data, tmp_path / "run", setting)
+        run(data, tmp_path / "run", *([setting] if isinstance(setting, str) else setting))
     assert not (tmp_path / "run").exists()
 
 

@@ -23,6 +23,12 @@ from dwindle.ops.patches import cut_by_matmul, cutting, embed_patches
 packs = pytest.mark.skipif(not available(), reason="this torch has neither MKL nor oneDNN")
 
 
+@pytest.fixture(autouse=True)
+def however_small(monkeypatch):
+    """Products of test models are packed too."""
+    monkeypatch.setattr("dwindle.ops.linear.WORTH", 0)
+
+
 @pytest.fixture
 def by(monkeypatch):
     """by(library): from here on linear layers run by it."""
@@ -141,6 +147,32 @@ def test_packed_weights_serve_any_number_of_rows(by, kind, wide, out, bias):
 
 
 @pytest.mark.parametrize("kind", [MKL, OneDNN])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_a_corner_of_a_layer_is_packed_apart(by, kind, bias):
+    """The first outputs and inputs, as if there were no others; all forms follow the weight, and none outlives it."""
+    by(kind)
+    layer, corners = nn.Linear(64, 48, bias=bias), [None, (24, 64), (48, 32), (7, 33), (24, 64)]
+    for _ in range(2):
+        for corner in corners:
+            x = torch.randn(3, 5, corner[1] if corner else 64)
+            ours, theirs = linear(layer, x, corner), linear_ref(layer, x, corner)
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+            if corner:
+                small = nn.Linear(corner[1], corner[0], bias=bias)
+                small.weight.copy_(layer.weight[: corner[0], : corner[1]])
+                if bias:
+                    small.bias.copy_(layer.bias[: corner[0]])
+                torch.testing.assert_close(theirs, small(x))
+        assert len(linear_module._packed[layer]) == 4
+        layer.weight.add_(1.0)
+    linear(layer, x, (24, 64))
+    assert list(linear_module._packed[layer]) == [(24, 64)]
+    wide = torch.randn(5, 33, dtype=torch.float64)
+    torch.testing.assert_close(linear(layer.double(), wide, (7, 33)), linear_ref(layer, wide, (7, 33)))
+
+
+@pytest.mark.parametrize("kind", [MKL, OneDNN])
 @pytest.mark.parametrize("method", ["AHT", "AHT_heirs", "DynamicViT", "ToMe"])
 @pytest.mark.parametrize("backbone", ["vit", "qk_norm", "hf_vit"])
 @torch.no_grad()
@@ -194,6 +226,19 @@ def test_a_layer_keeps_the_library_it_was_packed_by(by):
         by(MKL)
         linear_module._packed = packed
         torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_small_products_are_not_packed(by, monkeypatch):
+    by(OneDNN)
+    monkeypatch.setattr("dwindle.ops.linear.WORTH", 64 * 48 * 10)
+    layer, packed = nn.Linear(64, 48), linear_module._packed
+    for rows, corner in ((9, None), (19, (24, 64)), (19, (48, 32))):
+        x = torch.randn(rows, corner[1] if corner else 64)
+        assert torch.equal(linear(layer, x, corner), linear_ref(layer, x, corner)) and layer not in packed
+    for rows, corner in ((10, None), (20, (24, 64)), (20, (48, 32))):
+        linear(layer, torch.randn(2, rows // 2, corner[1] if corner else 64), corner)
+        assert corner in packed[layer]
 
 
 @packs

@@ -183,9 +183,10 @@ def _own(folder: Path, config: dict[str, Any]) -> Any:
     options, weights = as_options(config["backbone"]["options"]), read_both(folder, config)
     try:
         model = AdaPerceiver(**options)
-    except TypeError as error:
+    except (TypeError, DwindleError) as error:
+        reason = str(error).removesuffix(".")
         raise DwindleError(
-            f"{folder / CONFIG} has settings this version does not know ({error}); {OTHER_VERSION}."
+            f"{folder / CONFIG} has settings this version does not know ({reason}); {OTHER_VERSION}."
         ) from error
     if "readouts" not in options:  # saved when there was one, which had no name
         nameless = ("write.", "output", "head.")

@@ -15,12 +15,19 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..engine.keep import Watch
+from ..ops.linear import Corner, linear_ref
 
 Turn = tuple[Tensor, Tensor]  # cosines and sines (N, K / 2)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Product = Callable[..., Tensor]  # (layer, x, corner) to what the layer makes of x; see ops/linear.py
 Table = tuple[Tensor, Tensor] | None
 TABLES = 8  # of a read-out, kept for as many numbers of latents
 ANY_BATCH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+
+def plain(layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> Tensor:
+    """The layer called as a module, which hooks see; a corner of it by slices."""
+    return layer(x) if corner is None else linear_ref(layer, x, corner)
 
 
 def turns(tokens: int, head_size: int, theta: float, like: Tensor) -> Turn:
@@ -143,10 +150,10 @@ class SelfAttention(nn.Module):
         self.heads = heads
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
-    def forward(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, K) each
+    def forward(self, x: Tensor, turn: Turn, attend: Attend, linear: Product = plain) -> Tensor:
+        q, k, v = linear(self.qkv, x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, K) each
         out = attend(turned(q, turn), turned(k, turn), v)
-        return self.proj(out.transpose(1, 2).flatten(2))
+        return linear(self.proj, out.transpose(1, 2).flatten(2))
 
 
 class MatFFN(nn.Module):
@@ -156,13 +163,15 @@ class MatFFN(nn.Module):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
-    def forward(self, x: Tensor, hidden: int | None = None, kept: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, hidden: int | None = None, kept: Tensor | None = None, linear: Product = plain
+    ) -> Tensor:
         """kept: (B, 1, hidden) of 0 and 1, for training. GELU(0) = 0, so masking after it is masking before it."""
         if hidden is None or hidden == self.fc1.out_features:
-            x = F.gelu(self.fc1(x))
-            return self.fc2(x if kept is None else x * kept.to(x.dtype))
-        x = F.gelu(F.linear(x, self.fc1.weight[:hidden], self.fc1.bias[:hidden]))
-        return F.linear(x, self.fc2.weight[:, :hidden], self.fc2.bias)
+            x = F.gelu(linear(self.fc1, x))
+            return linear(self.fc2, x if kept is None else x * kept.to(x.dtype))
+        width = x.shape[-1]
+        return linear(self.fc2, F.gelu(linear(self.fc1, x, (hidden, width))), (width, hidden))
 
 
 class Block(nn.Module):
@@ -176,10 +185,16 @@ class Block(nn.Module):
         self.scale2 = nn.Parameter(torch.full((width,), layer_scale))
 
     def forward(
-        self, z: Tensor, turn: Turn, attend: Attend, hidden: int | None = None, kept: Tensor | None = None
+        self,
+        z: Tensor,
+        turn: Turn,
+        attend: Attend,
+        hidden: int | None = None,
+        kept: Tensor | None = None,
+        linear: Product = plain,
     ) -> Tensor:
-        z = z + self.scale1 * self.attn(self.norm1(z), turn, attend)
-        return z + self.scale2 * self.ffn(self.norm2(z), hidden, kept)
+        z = z + self.scale1 * self.attn(self.norm1(z), turn, attend, linear)
+        return z + self.scale2 * self.ffn(self.norm2(z), hidden, kept, linear)
 
 
 class CrossAttention(nn.Module):
@@ -191,24 +206,32 @@ class CrossAttention(nn.Module):
         self.norm_sink, self.norm_source = nn.LayerNorm(width), nn.LayerNorm(width)
         self.q, self.kv, self.proj = nn.Linear(width, width), nn.Linear(width, 2 * width), nn.Linear(width, width)
 
-    def queries(self, sink: Tensor) -> Tensor:
-        return self.q(self.norm_sink(sink)).unflatten(-1, (self.heads, -1)).transpose(-2, -3)  # (..., H, M, K)
+    def queries(self, sink: Tensor, linear: Product = plain) -> Tensor:
+        return linear(self.q, self.norm_sink(sink)).unflatten(-1, (self.heads, -1)).transpose(-2, -3)  # (..., H, M, K)
 
-    def forward(self, q: Tensor, source: Tensor, turn: Turn | None = None, keep: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        source: Tensor,
+        turn: Turn | None = None,
+        keep: Tensor | None = None,
+        linear: Product = plain,
+    ) -> Tensor:
         """q (B, H, M, K) to (B, M, D). keep: (M, S) bool, the sources each sink may read."""
-        k, v = self.kv(self.norm_source(source)).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        k, v = linear(self.kv, self.norm_source(source)).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         k = k if turn is None else turned(k, turn)
-        return self.proj(F.scaled_dot_product_attention(q.to(k.dtype), k, v, attn_mask=keep).transpose(1, 2).flatten(2))
+        out = F.scaled_dot_product_attention(q.to(k.dtype), k, v, attn_mask=keep)
+        return linear(self.proj, out.transpose(1, 2).flatten(2))
 
 
 class Read(CrossAttention):
     """Eq. 9. The N queries are one learned latent at N positions: the same for every image."""
 
-    def latents(self, z: Tensor, patches: Tensor, turn: Turn) -> Tensor:
+    def latents(self, z: Tensor, patches: Tensor, turn: Turn, linear: Product = plain) -> Tensor:
         """z (1, D) broadcast to N latents that have read the input (B, P, D)."""
         tokens, images = len(turn[0]), len(patches)
         q = turned(self.queries(z).expand(-1, tokens, -1), turn)  # (H, N, K)
-        return z + self(q.expand(images, -1, -1, -1), patches)
+        return z + self(q.expand(images, -1, -1, -1), patches, linear=linear)
 
 
 class Write(CrossAttention):
@@ -285,22 +308,30 @@ class ReadOut(nn.Module):
         return made
 
     def forward(
-        self, z: Tensor, patches: Tensor, turn: Turn, table: Table, keep: Tensor | None = None
+        self,
+        z: Tensor,
+        patches: Tensor,
+        turn: Turn,
+        table: Table,
+        keep: Tensor | None = None,
+        linear: Product = plain,
     ) -> tuple[Tensor, Tensor]:
         """Answers (B, classes), dense (B, M, classes), and output tokens (B, M, D).
 
-        keep: (G, N) bool, G choices of latents to read from; then there are G of both, (G, B, ...).
+        keep: (G, N) bool, G choices of latents to read from; then there are G of both, (G, B, ...). linear: for dense
+        answers; a learned output token is one row an image.
         """
         if table is not None:
             out = self.output + self.write.folded(z, table, keep)  # (B, M, D), or (B, G, D)
             out = out if keep is None else out.transpose(0, 1)[:, :, None]
             return self.head(out).squeeze(-2), out
-        start = self.output_proj(patches)
-        q = self.write.queries(start)
+        start = linear(self.output_proj, patches)
+        q = self.write.queries(start, linear)
         if keep is None:
-            out = start + self.write(q, z, turn)
+            out = start + self.write(q, z, turn, linear=linear)
         else:
-            out = torch.stack([start + self.write(q, z, turn, row.expand(q.shape[-2], -1)) for row in keep])
+            rows = [row.expand(q.shape[-2], -1) for row in keep]
+            out = torch.stack([start + self.write(q, z, turn, row, linear) for row in rows])
         return self.head(out), out
 
 

@@ -22,9 +22,10 @@ def looks(ends: tuple[int, ...]) -> int:
     return sum((end - start) * end for start, end in zip((0, *ends), ends))
 
 
-def block_macs(model: AdaPerceiver, tokens: int, width: int) -> int:
-    d = model.width
-    return tokens * (4 * d * d + 2 * d * model.hidden(width)) + 2 * d * looks(model.ends(tokens))
+def block_macs(model: AdaPerceiver, tokens: int, width: int, pairs: int | None = None) -> int:
+    """pairs: of latents that meet; not given, those of the network's mask."""
+    d, pairs = model.width, looks(model.ends(tokens)) if pairs is None else pairs
+    return tokens * (4 * d * d + 2 * d * model.hidden(width)) + 2 * d * pairs
 
 
 def embed_macs(model: AdaPerceiver, patches: int) -> int:
@@ -49,21 +50,28 @@ def write_macs(model: AdaPerceiver, patches: int, tokens: int) -> int:
 
 
 def setting_macs(
-    model: AdaPerceiver, tokens: int, depth: int, width: int, reads: int = 1, patches: int | None = None
+    model: AdaPerceiver,
+    tokens: int,
+    depth: int,
+    width: int,
+    reads: int = 1,
+    patches: int | None = None,
+    pairs: int | None = None,
 ) -> int:
     """One image at one setting, read out `reads` times."""
     p = patches or model.patches()
-    blocks = depth * block_macs(model, tokens, width)
+    blocks = depth * block_macs(model, tokens, width, pairs)
     return embed_macs(model, p) + read_macs(model, p, tokens) + blocks + reads * write_macs(model, p, tokens)
 
 
 def trace_macs(model: AdaPerceiver, trace: Trace) -> Tensor:
-    """(B,) from what the trace says was computed."""
+    """(B,) from what the trace says was computed, by the mask that it ran with."""
     depth, tokens = (trace.counts > 0).sum(0), trace.counts[0]
     width, reads = trace.stack("width")[0, :, 0], trace.stack("read").amax(-1).sum(0)
-    p = int(trace.values[0]["patches"][0, 0])
-    rows = zip(tokens.tolist(), depth.tolist(), width.long().tolist(), reads.long().tolist())
-    return torch.tensor([setting_macs(model, t, d, w, r, p) for t, d, w, r in rows], dtype=torch.float64)
+    p, pairs = int(trace.values[0]["patches"][0, 0]), trace.values[0]["seen"].double().sum(-1)
+    rows = zip(*(of.long().tolist() for of in (tokens, depth, width, reads, pairs)))
+    macs = [setting_macs(model, t, d, w, r, p, met) for t, d, w, r, met in rows]
+    return torch.tensor(macs, dtype=torch.float64)
 
 
 def nested_macs(model: AdaPerceiver, tokens: int) -> int:

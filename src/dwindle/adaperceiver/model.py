@@ -1,47 +1,29 @@
 """AdaPerceiver: one network whose number of tokens, depth and width are chosen when it runs.
 
 B images, P input tokens, N latents, G granularities, L blocks, D width. Encode (Eq. 8-9), process (Eq. 10-12), decode
-(Eq. 13); the parts are in blocks.py, the cost in cost.py.
+(Eq. 13); its parts are in network.py and blocks.py, the cost in cost.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import DwindleError, unknown
 from ..model import Output, check_finite
-from ..ops.patches import embed_patches
 from ..trace import Trace
-from .blocks import (
-    Attend,
-    Block,
-    MatFFN,
-    Read,
-    ReadOut,
-    Turn,
-    any_batch,
-    attend_mask,
-    attention,
-    drawn_mask,
-    fastest,
-    numbers,
-    steps,
-    turns,
-)
+from .blocks import Product, any_batch, numbers, plain
 from .cost import setting_macs, trace_macs
+from .network import Network
 from .settings import Choice, check, settings, trace_of
 
 if TYPE_CHECKING:
     from .recorded import Recorder
 
-OUTPUTS, HEADS, READOUTS, MASKS = ("class", "dense"), ("linear", "mlp"), ("shared", "own"), ("blocks", "open")
 PRESETS: dict[str, dict[str, Any]] = {
     # C.7, but patches of 16: with the 14 printed there it has 143.7M parameters, with 16 the 143.8M of Table 5.
     "paper": {},
@@ -77,7 +59,7 @@ class Answers:
     depths: Tensor | None  # (L, B, ...)
 
 
-class AdaPerceiver(nn.Module):
+class AdaPerceiver(Network):
     """`model(images, tokens=96, depth=12, width=624)`; left out, each is the largest it was trained with.
 
     tokens, widths: those trained. outputs: 'class', one learned output token; 'dense', an answer for each patch.
@@ -86,73 +68,8 @@ class AdaPerceiver(nn.Module):
     many follow (C.4); or 'open', asked for t latents all t see each other, and training draws the steps of the mask.
     """
 
-    def __init__(
-        self,
-        *,
-        classes: int = 1000,
-        image: int = 224,
-        patch: int = 16,
-        channels: int = 3,
-        width: int = 832,
-        depth: int = 21,
-        heads: int = 13,
-        ffn_ratio: float = 2.57,
-        tokens: Sequence[int] = (32, 64, 96, 128, 192, 256),
-        widths: Sequence[int] | None = (416, 624, 832),
-        layer_scale: float = 1e-5,
-        rope_theta: float = 10000.0,
-        outputs: str = "class",
-        head: str = "linear",
-        readouts: str = "shared",
-        mask: str = "blocks",
-    ) -> None:
-        super().__init__()
-        tokens, widths = tuple(tokens), tuple(widths or (width,))
-        if outputs not in OUTPUTS:
-            raise unknown("kind of outputs", outputs, OUTPUTS)
-        if head not in HEADS:
-            raise unknown("head", head, HEADS)
-        if readouts not in READOUTS:
-            raise unknown("kind of read-outs", readouts, READOUTS)
-        for given, fits, expected in (
-            (f"image = {image}", not image % patch, f"it must be a multiple of the patch, {patch}"),
-            (f"width = {width}", not width % (2 * heads), f"it must be a multiple of 2 x {heads} heads"),
-            (f"tokens = {tokens}", _rising(tokens), "they must be whole numbers above 0 that rise"),
-            (
-                f"widths = {widths}",
-                _rising(widths) and widths[-1] == width,
-                f"they must rise and end with the width, {width}",
-            ),
-            (f"depth = {depth}", depth >= 1, "it must be at least 1"),
-            (f"classes = {classes}", classes >= 1, "it must be at least 1"),
-        ):
-            if not fits:
-                raise DwindleError(f"{given}: {expected}.")
-        self.config: dict[str, Any] = {
-            **{"classes": classes, "image": image, "patch": patch, "channels": channels, "width": width},
-            **{"depth": depth, "heads": heads, "ffn_ratio": ffn_ratio, "tokens": tokens, "widths": widths},
-            **{"layer_scale": layer_scale, "rope_theta": rope_theta, "outputs": outputs, "head": head},
-            **{"readouts": readouts},
-        }
-        self.mask = mask
-        self.classes, self.image, self.patch, self.channels = classes, image, patch, channels
-        self.width, self.depth, self.heads, self.ffn_ratio = width, depth, heads, ffn_ratio
-        self.tokens, self.widths, self.rope_theta, self.outputs = tokens, widths, rope_theta, outputs
-        self._drawn: partial | None = None
-        self.attention: str | None = None  # 'steps', 'mask' or 'flex'; None: the fastest on this machine
-        self.extra: dict[str, Any] = {}
-        self._recorder: Recorder | None = None
-        self.checks = True  # whether answers are looked at for NaN; on a GPU never, where each look would wait for it
-
-        self.patch_embed = nn.Conv2d(channels, width, patch, patch)
-        self.position = nn.Parameter(torch.empty(1, self.patches(), width))
-        self.embed_norm, self.embed_ffn = nn.LayerNorm(width), MatFFN(width, self.hidden(width))
-        self.latent = nn.Parameter(torch.empty(1, width))
-        self.read = Read(width, heads)
-        self.blocks = nn.ModuleList(Block(width, heads, self.hidden(width), layer_scale) for _ in range(depth))
-        count = depth if readouts == "own" else 1
-        self.readouts: Any = nn.ModuleList(ReadOut(width, heads, classes, outputs, head) for _ in range(count))
-        self._start()
+    checks = True  # whether answers are looked at for NaN; on a GPU never, where each look would wait for it
+    _recorder: Recorder | None = None
 
     @classmethod
     def preset(cls, name: str = "paper", **changes: Any) -> AdaPerceiver:
@@ -160,54 +77,6 @@ class AdaPerceiver(nn.Module):
         if name not in PRESETS:
             raise unknown("preset of AdaPerceiver", name, PRESETS)
         return cls(**PRESETS[name] | changes)
-
-    @property
-    def mask(self) -> str:
-        """'blocks' or 'open'; it may be changed at any time, and is saved with the network."""
-        return self.config["mask"]
-
-    @mask.setter
-    def mask(self, mask: str) -> None:
-        if mask not in MASKS:
-            raise unknown("mask", mask, MASKS)
-        self.config["mask"] = mask
-
-    @torch.no_grad()
-    def _start(self) -> None:
-        # 0.02 at the published width. Narrower networks start as large in their scores: only these tell latents apart.
-        std = 0.02 * (832 / self.width) ** 0.5
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Conv2d):
-                nn.init.trunc_normal_(module.weight, std=std)
-                nn.init.zeros_(module.bias)  # type: ignore[arg-type]
-        asking = [readout.output for readout in self.readouts] if self.outputs == "class" else []
-        for parameter in (self.position, self.latent, *asking):
-            nn.init.trunc_normal_(parameter, std=0.02)
-
-    def readout(self, depth: int) -> ReadOut:
-        """What reads answers out after block `depth`, from 1."""
-        return self.readouts[depth - 1 if len(self.readouts) > 1 else 0]
-
-    def hidden(self, width: int) -> int:
-        """Neurons of the FFN at this width."""
-        return int(width * self.ffn_ratio)
-
-    def patches(self, image: tuple[int, int] | None = None) -> int:
-        rows, columns = self.grid(image or (self.image, self.image))
-        return rows * columns
-
-    def grid(self, image: tuple[int, int]) -> tuple[int, int]:
-        return image[0] // self.patch, image[1] // self.patch
-
-    def embed(self, images: Tensor) -> Tensor:
-        """(B, P, D) input tokens (C.5). Another image size resamples the positions."""
-        x = embed_patches(images, self.patch_embed.weight, self.patch_embed.bias)
-        side = self.image // self.patch
-        position: Tensor = self.position
-        if tuple(x.shape[-2:]) != (side, side):
-            square = position.unflatten(1, (side, side)).permute(0, 3, 1, 2)
-            position = F.interpolate(square, size=x.shape[-2:], mode="bicubic", antialias=True).flatten(2).mT
-        return self.embed_ffn(self.embed_norm(x.flatten(2).mT + position))
 
     def forward(
         self,
@@ -219,7 +88,8 @@ class AdaPerceiver(nn.Module):
     ) -> Output:
         """Each setting is one number, or one per image. exit: leave where the answer's confidence reaches it.
 
-        On a GPU, in eval and without gradients, one setting for all images is `run` as CUDA graphs.
+        In eval and without gradients it is `run` over weights packed once on a CPU; on a GPU, with one setting for all
+        images, as CUDA graphs.
         """
         one = all(given is None or isinstance(given, int) for given in (tokens, depth, width))
         if one and images.is_cuda and not (self.training or torch.is_grad_enabled()):
@@ -230,7 +100,7 @@ class AdaPerceiver(nn.Module):
                 if exit is not None:  # a recording knows its images' shape, not their threshold
                     check(self, images, exit)
                 return self.recorder(images, t, d, w, exit)
-        out = self.run(images, tokens, depth, width, exit)
+        out = self.run(images, tokens, depth, width, exit, self.product(images))
         if self.checks and not (self.training or images.is_cuda or torch.compiler.is_compiling()):
             check_finite(out.logits, images)
         return out
@@ -251,9 +121,10 @@ class AdaPerceiver(nn.Module):
         depth: Choice = None,
         width: Choice = None,
         exit: float | None = None,
+        linear: Product = plain,
     ) -> Output:
-        """`forward`, eager. Images are grouped by tokens and width, which are sliced; in a group those that are done
-        leave. So no image's result depends on another's.
+        """`forward`, eager; where `linear` is not given, layers are called as modules. Images are grouped by tokens and
+        width, which are sliced; in a group those that are done leave. So no image's result depends on another's.
         """
         check(self, images, exit)
         count = len(images)
@@ -261,7 +132,7 @@ class AdaPerceiver(nn.Module):
         groups: dict[tuple[int, int], list[int]] = {}
         for i, setting in enumerate(zip(t_B, w_B)):
             groups.setdefault(setting, []).append(i)
-        patches = self.embed(images)
+        patches = self.embed(images, linear)
         left: list[int] = []  # images in the order in which they leave
         logits: list[Tensor] = []
         features: list[Tensor] = []
@@ -270,7 +141,7 @@ class AdaPerceiver(nn.Module):
         with any_batch(shrinks and images.is_cuda):
             for (t, w), rows in sorted(groups.items()):
                 mine = patches if len(rows) == count else patches.index_select(0, on(images.device, rows))
-                for depth_done, some, answer, feature in self._group(mine, rows, d_B, t, w, exit, reads):
+                for depth_done, some, answer, feature in self._group(mine, rows, d_B, t, w, exit, reads, linear):
                     left += some
                     logits.append(answer)
                     features.append(feature)
@@ -291,6 +162,7 @@ class AdaPerceiver(nn.Module):
         w: int,
         exit: float | None,
         reads: Tensor,
+        linear: Product,
     ) -> Iterator[tuple[int, list[int], Tensor, Tensor]]:
         """Run images of one token count and width; yields (depth, images, answers, output tokens) as they leave.
 
@@ -298,14 +170,17 @@ class AdaPerceiver(nn.Module):
         confidences decide; those that go on are one selection.
         """
         turn, attend = self._prepare(t, patches)
-        z, answers = self.read.latents(self.latent, patches, turn), self._answering(turn)  # z: (B, N, D)
+        z, answers = (
+            self.read.latents(self.latent, patches, turn, linear),
+            self._answering(turn, linear),
+        )  # z: (B, N, D)
 
         def read_out(at: int, who: Tensor | None, rows: list[int]) -> tuple[Tensor, Tensor]:
             reads[at - 1, rows] = True
             return answers(at, picked(z, who), self._asking(patches, who))
 
         for at, block in enumerate(self.blocks, 1):
-            z = block(z, turn, attend, self.hidden(w))
+            z = block(z, turn, attend, self.hidden(w), linear=linear)
             due = [d_B[i] <= at for i in rows]
             if exit is None and not any(due):
                 continue
@@ -334,38 +209,6 @@ class AdaPerceiver(nn.Module):
         """The patches of these images, where answers are read out by patch; else none of them is needed any more."""
         return patches if self.outputs == "class" else picked(patches, who)
 
-    def ends(self, tokens: int) -> tuple[int, ...]:
-        """Where the steps of the mask end for this many latents."""
-        return steps(tokens, self.tokens) if self.mask == "blocks" else (tokens,)
-
-    def _prepare(self, tokens: int, patches: Tensor, ends: tuple[int, ...] | None = None) -> tuple[Turn, Attend]:
-        """RoPE's angles and the attention for this many latents."""
-        ends = ends or self.ends(tokens)
-        size = self.width // self.heads
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else patches.dtype
-        # Groups of any size come by; measured is the next power of two.
-        shape = (1 << (len(patches) - 1).bit_length(), self.heads, tokens, size)
-        kind = self.attention or fastest(shape, ends, patches.device, dtype, torch.is_grad_enabled())
-        return self._angles(tokens, patches), attention(kind, ends, patches.device)
-
-    def _angles(self, tokens: int, patches: Tensor) -> Turn:
-        return turns(tokens, self.width // self.heads, self.rope_theta, patches)
-
-    def _answering(self, turn: Turn) -> Callable[..., tuple[Tensor, Tensor]]:
-        """`answers(depth, z, patches, keep)`: what the depth's `ReadOut` gives, its table made once for all calls."""
-        tables: dict[ReadOut, Any] = {}
-        # On a GPU a recording may be under way, which shall make its own: it then sees what is written into weights.
-        keeps = self.outputs == "class" and turn[0].device.type == "cpu"
-        keeps = keeps and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
-
-        def answers(depth: int, z: Tensor, patches: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            readout = self.readout(depth)
-            if readout not in tables:
-                tables[readout] = readout.kept_table(turn) if keeps else readout.table(turn)
-            return readout(z, patches, turn, tables[readout], keep)
-
-        return answers
-
     def answers(
         self,
         images: Tensor,
@@ -376,7 +219,8 @@ class AdaPerceiver(nn.Module):
         """Algorithm 3's forward pass: every granularity out of one run of the largest.
 
         widths: (B,) each image's own, masked. sampled: (L,) the granularity that each depth is read out with. drawn:
-        (G,) bool, the steps that the mask has this time, not given all; answers at other granularities saw too much.
+        (G,) bool, the steps that the mask has this time; answers at other granularities saw too much. Not given, it has
+        all of them, also where it is open when the network runs.
         """
         patches = self.embed(images)
         largest = self.tokens[-1]
@@ -398,39 +242,34 @@ class AdaPerceiver(nn.Module):
         grains = at < numbers(self.tokens, images.device)[:, None]  # (G, N)
         return Answers(answers(self.depth, z, patches, grains)[0], torch.stack(depths) if depths else None)
 
-    def _attend_drawn(self, drawn: Tensor) -> Attend:
-        """Attention by these steps of the mask, written where the last ones were: compiled blocks and recordings know
-        the place.
-        """
-        device, most = drawn.device, self.tokens[-1]
-        if self._drawn is None or self._drawn.keywords["mask"].device != device:
-            with torch.inference_mode(False):  # kept, and a backward pass may come later
-                self._drawn = partial(attend_mask, mask=torch.ones(most, most, dtype=torch.bool, device=device))
-        self._drawn.keywords["mask"].copy_(drawn_mask(drawn, self.tokens))
-        return self._drawn
-
     @torch.no_grad()
     def every(self, images: Tensor, width: int | None = None, depths: Sequence[int] | None = None) -> Tensor:
-        """(L, G, B, classes): the answer at each depth (or only at some, in rising order) and trained granularity; with
-        the mask of C.4 out of one run.
+        """(L, G, B, classes): the answer at each depth, or at those asked for, and trained granularity; with the mask
+        of C.4 out of one run.
         """
-        wanted = depths or range(1, self.depth + 1)
+        wanted = range(1, self.depth + 1) if depths is None else depths
+        if not wanted:
+            raise DwindleError("depths is empty; name at least one, or leave it out for all.")
         _, _, (w, *_) = settings(self, None, wanted, width, len(wanted))
-        patches = self.embed(images)
+        linear = self.product(images)
+        patches = self.embed(images, linear)
         runs = [self.tokens] if self.mask == "blocks" else [(t,) for t in self.tokens]
-        return torch.cat([self._nested(patches, nested, w, wanted) for nested in runs], 1)
+        return torch.cat([self._nested(patches, nested, w, wanted, linear) for nested in runs], 1)
 
-    def _nested(self, patches: Tensor, tokens: Sequence[int], width: int, depths: Sequence[int]) -> Tensor:
+    def _nested(
+        self, patches: Tensor, tokens: Sequence[int], width: int, depths: Sequence[int], linear: Product
+    ) -> Tensor:
         """(L, G, B, classes) of a run of the most of these tokens, in which the fewer are what they are alone."""
         turn, attend = self._prepare(tokens[-1], patches)
         at = torch.arange(tokens[-1], device=patches.device)
         grains = at < numbers(tuple(tokens), patches.device)[:, None]
-        z, answers, found = self.read.latents(self.latent, patches, turn), self._answering(turn), []
+        z = self.read.latents(self.latent, patches, turn, linear)
+        answers, found = self._answering(turn, linear), {}
         for depth, block in enumerate(self.blocks[: max(depths)], 1):
-            z = block(z, turn, attend, self.hidden(width))
+            z = block(z, turn, attend, self.hidden(width), linear=linear)
             if depth in depths:
-                found.append(answers(depth, z, patches, grains)[0])
-        return torch.stack(found)
+                found[depth] = answers(depth, z, patches, grains)[0]
+        return torch.stack([found[depth] for depth in depths])
 
     def unwrap(self) -> nn.Module:
         raise DwindleError(
@@ -449,11 +288,6 @@ class AdaPerceiver(nn.Module):
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Refuse numbers of tokens that this network does not take."""
         settings(self, tokens, None, None, len(tokens))
-
-
-def _rising(values: tuple[int, ...]) -> bool:
-    whole = all(isinstance(v, int) and v >= 1 for v in values)
-    return bool(values) and whole and list(values) == sorted(set(values))
 
 
 def on(device: torch.device, rows: list[int]) -> Tensor:

@@ -48,6 +48,13 @@ class AdaRecipe(Recipe):
             raise DwindleError(f"full_width = {self.full_width}: it is a share of the images, from 0 to 1.")
         if not 0 < self.mask_steps < 1:
             raise DwindleError(f"mask_steps = {self.mask_steps}: it is a chance, above 0 and below 1.")
+        opens = self.method_options.get("mask") == "open"
+        if not opens and self.mask_steps != AdaRecipe.mask_steps:
+            raise DwindleError(
+                f"mask_steps = {self.mask_steps}: it is for an open mask; give method.mask=open as well."
+            )
+        if opens and self.attention not in (None, "mask"):
+            raise DwindleError(f"attention = {self.attention}: an open mask trains by 'mask'; leave it out.")
         if not self.block_lr >= 0:
             raise DwindleError(f"block_lr = {self.block_lr}: it is a share of lr, at least 0.")
         if self.optimizer not in OPTIMIZERS:

@@ -6,6 +6,7 @@ B images, N latents, L blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,9 +78,19 @@ def trace_of(
     here = torch.arange(largest) < torch.tensor(t_B)[:, None]  # (B, N)
     widths = torch.tensor(w_B, dtype=torch.float32)[:, None].expand(count, largest)
     patches = torch.full((count, largest), float(model.patches((images.shape[-2], images.shape[-1]))))
+    seen = torch.stack([_sights(model.ends(t), largest) for t in t_B])
     depths = torch.tensor(d_B)[:, None]
     for at in range(1, max(d_B) + 1):
         live, read = here & (depths >= at), reads[at - 1, :, None].float().expand(count, largest)
         trace.lives.append(Where((count, largest), live_BN=live))
-        trace.values.append({"width": widths, "read": read, "patches": patches})
+        trace.values.append({"width": widths, "read": read, "patches": patches, "seen": seen})
     return trace
+
+
+@lru_cache(64)
+def _sights(ends: tuple[int, ...], largest: int) -> Tensor:
+    """(N,) how many latents each of `largest` sees under a mask of these steps; 0 where there is none."""
+    sizes = [end - start for start, end in zip((0, *ends), ends)]
+    seen = [float(end) for end, size in zip(ends, sizes) for _ in range(size)]
+    with torch.inference_mode(False):
+        return torch.tensor(seen + [0.0] * (largest - len(seen)))

@@ -5,6 +5,7 @@ B images, N latents, P input tokens, D width, H heads, K head size.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..checkpoint import load
 from ..errors import DwindleError
 from .model import AdaPerceiver
 
+log = logging.getLogger("dwindle")
 FOCUS = 60.0  # how narrowly a latent looks at its place at the start: nearly one patch
 CODE = 3.5  # the size of the code of places beside the patch it is added to
 
@@ -26,12 +28,21 @@ def begin_from(model: AdaPerceiver, source: str, images: Tensor, frozen: bool = 
     """
     other: Any = load(source)
     if isinstance(other, AdaPerceiver):
-        for name in ("tokens", "mask"):
+        one = len(model.tokens) == 1 and model.tokens == other.tokens  # then no mask hides anything
+        for name in ("tokens",) if one else ("tokens", "mask"):
             theirs, own = getattr(other, name), getattr(model, name)
             if frozen and theirs != own:
                 raise DwindleError(
                     f"weights = {source} was trained with {name} = {theirs}, and freeze_backbone keeps it from "
                     f'learning {own}; give --set "method.{name}={theirs}".'
+                )
+            if name == "mask" and theirs != own:
+                log.warning(
+                    "%s was trained with mask = %s and goes on with %s; method.mask=%s keeps it",
+                    source,
+                    theirs,
+                    own,
+                    theirs,
                 )
         _from_ada(model, other, source)
     else:

@@ -210,7 +210,7 @@ class LMRun:
         write_state(self.out, state)
 
     def _restore(self) -> None:
-        state = read_state(self.out, self.given)
+        state = read_state(self.out, self.given, self.recipe)
         self.step, self.history = state["step"], state["history"]
         self.noted = len(self.history)
         self.model.load_state_dict(state["model"])

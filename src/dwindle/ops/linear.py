@@ -7,6 +7,7 @@ models have few rows. The results are the same to the last bits of a sum.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from functools import cache, partial
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 
 # A packed form serves any number of rows; this is the number it is made for.
 ROWS = 128
+# Multiply-accumulates of a product from which on packing pays: each call of a packed one takes some 20 us more, for
+# which two cores of an AMD EPYC do 2M. From 5M to 10M it is even.
+WORTH = 8_000_000
 _measuring = threading.Lock()
 
 
@@ -50,8 +54,19 @@ class OneDNN:
 
 
 Library = type[MKL] | type[OneDNN]
-# Of each layer: what its weight was, the weight itself (so that no other can come to lie there), and its packed form.
-_packed: WeakKeyDictionary[nn.Module, tuple[tuple, Tensor, Library, Tensor]] = WeakKeyDictionary()
+Corner = tuple[int, int]  # the first outputs and the first inputs of a layer
+
+
+@dataclass(frozen=True)
+class Pack:
+    mark: tuple[int, int]  # what the layer's weight was
+    whole: Tensor  # the weight itself, so that no other can come to lie there
+    weight: Tensor  # it, or a corner of it
+    library: Library
+    packed: Tensor
+
+
+_packed: WeakKeyDictionary[nn.Module, dict[Corner | None, Pack]] = WeakKeyDictionary()
 
 
 def library() -> Library | None:
@@ -96,9 +111,13 @@ def room(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def packs(layer: nn.Linear, x: Tensor) -> bool:
-    """Plain layers in float32; what is derived from them runs its own."""
-    return type(layer) is nn.Linear and x.dtype == torch.float32 and available()
+def packs(layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> bool:
+    """Plain layers in float32 (what is derived from them runs its own), and products with as many rows as x that are
+    worth it."""
+    if type(layer) is not nn.Linear or x.dtype != torch.float32:
+        return False
+    outputs, inputs = corner or (layer.out_features, layer.in_features)
+    return x.numel() // x.shape[-1] * outputs * inputs >= WORTH and available()
 
 
 def roomy(x: Tensor) -> Tensor:
@@ -112,22 +131,36 @@ def roomy(x: Tensor) -> Tensor:
     return padded
 
 
-def linear_ref(layer: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x, layer.weight, layer.bias)
+def linear_ref(layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> Tensor:
+    """corner: as if the layer had only its first outputs and inputs, so many of each."""
+    if corner is None:
+        return F.linear(x, layer.weight, layer.bias)
+    outputs, inputs = corner
+    return F.linear(x, layer.weight[:outputs, :inputs], None if layer.bias is None else layer.bias[:outputs])
 
 
-def linear(layer: nn.Linear, x: Tensor) -> Tensor:
+def linear(layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> Tensor:
     """The layer without its hooks."""
-    if not packs(layer, x):
-        return layer.forward(x)
-    weight = layer.weight
-    # Written to, moved or exchanged since it was packed? A tensor made in inference mode does not count its writes.
-    mark = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-    known = _packed.get(layer)
-    if known is None or known[0] != mark:
-        used = library()
-        assert used is not None
-        known = _packed[layer] = (mark, weight.detach(), used, used.pack(weight.detach()))
+    if not packs(layer, x, corner):
+        return layer.forward(x) if corner is None else linear_ref(layer, x, corner)
+    known = _pack(layer, corner)
+    bias = layer.bias if corner is None or layer.bias is None else layer.bias[: corner[0]]
     rows = x.reshape(-1, x.shape[-1])
-    out = known[2].product(roomy(rows), known[3], weight, layer.bias)[: len(rows)]
+    out = known.library.product(roomy(rows), known.packed, known.weight, bias)[: len(rows)]
     return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+
+
+def _pack(layer: nn.Linear, corner: Corner | None) -> Pack:
+    """The layer's weight, or a corner of it, packed: anew where it was written to, moved or exchanged."""
+    weight = layer.weight
+    # A tensor made in inference mode does not count its writes.
+    mark = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+    packs = _packed.get(layer, {})
+    known = packs.get(corner)
+    if known is None or known.mark != mark:
+        used, whole = library(), weight.detach()
+        assert used is not None
+        part = whole if corner is None else whole[: corner[0], : corner[1]].contiguous()
+        known = Pack(mark, whole, part, used, used.pack(part))
+        _packed[layer] = {at: pack for at, pack in packs.items() if pack.mark == mark} | {corner: known}
+    return known

@@ -347,7 +347,7 @@ class Run:
         ranks.wait()
 
     def _restore(self) -> None:
-        state = read_state(self.out, self.given)
+        state = read_state(self.out, self.given, self.recipe)
         self.epoch, self.step, self.history = state["epoch"], state["step"], state["history"]
         self.noted = len(self.history)
         randoms = state["random"]

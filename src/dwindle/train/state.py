@@ -4,6 +4,7 @@ what came after the last save."""
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,10 @@ def write_state(out: Path, state: dict[str, Any]) -> None:
         torch.save(state, scratch)
 
 
-def read_state(out: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """The state of a run that was started with the same settings (`given`, kept in it as JSON)."""
+def read_state(out: Path, given: dict[str, Any], recipe: Any) -> dict[str, Any]:
+    """The state of a run that was started with the same settings (`given`, kept in it as JSON). Settings that were not
+    there yet count as what they are in a plain recipe of the same kind.
+    """
     path = out / STATE
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -43,10 +46,10 @@ def read_state(out: Path, given: dict[str, Any]) -> dict[str, Any]:
         raise DwindleError(
             f"{path} cannot be read ({type(error).__name__}): it is damaged; start again with another --out."
         ) from error
-    mine = json.dumps(given)
-    if state["given"] != mine:
-        old, new = json.loads(state["given"]), json.loads(mine)
-        differing = ", ".join(f"{k}={old.get(k)} (now {new.get(k)})" for k in new if old.get(k) != new.get(k))
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(type(recipe)())))
+    old, new = plain | json.loads(state["given"]), json.loads(json.dumps(given))
+    differing = ", ".join(f"{k}={old.get(k)} (now {new.get(k)})" for k in old | new if old.get(k) != new.get(k))
+    if differing:
         raise DwindleError(f"{out} was started with other settings: {differing}; resume with the same ones.")
     return state
 
