@@ -20,10 +20,10 @@ from test_adaperceiver import images, tiny
 from test_cli import refused, run
 
 
-@pytest.fixture(scope="module")
-def seen():
+@pytest.fixture(scope="module", params=["blocks", "open"])
+def seen(request):
     """A random network, 48 images, and labels it gets right now and then."""
-    model, x = tiny(torch.float32), images(48, torch.float32)
+    model, x = tiny(torch.float32, mask=request.param), images(48, torch.float32)
     y = model(x, tokens=8, depth=3).logits.argmax(-1)
     y[::3] = (y[::3] + 1) % 5
     batches = list(zip(x.split(16), y.split(16)))
@@ -174,6 +174,22 @@ def test_a_learned_choice_in_the_table_is_what_runs(seen):
         assert row["gmacs"] == pytest.approx(cost, abs=1e-4) and row["policy"].startswith("RL (settings, lambda = 0.1")
 
 
+def test_a_policy_is_kept(seen, tmp_path):
+    model, x = seen[0], seen[1]
+    for choices in (rules.token_choices(model), [(4, 2), (16, 3), (16, 4)]):
+        policy = rules.PolicyNetwork(model, choices)
+        again = rules.load_policy(model, rules.save_policy(policy, tmp_path / "policy.safetensors"))
+        assert again.choices == policy.choices == choices and not again.training
+        torch.testing.assert_close(again(model.embed(x)), policy(model.embed(x)))
+        picked = torch.zeros(48, dtype=torch.long)
+        one, other = (rules.learned(model, seen[4], p, picked, 0.1) for p in (policy, again))
+        assert one == other
+    with pytest.raises(dwindle.DwindleError, match=r"\[16, 3\].*this network has tokens \(4, 8\) and 4 blocks"):
+        rules.load_policy(tiny(torch.float32, tokens=(4, 8)), tmp_path / "policy.safetensors")
+    with pytest.raises(dwindle.DwindleError, match="does not fit this PolicyNetwork"):
+        rules.load_policy(tiny(torch.float32, width=64, widths=(64,)), tmp_path / "policy.safetensors")
+
+
 def test_policy_network_cost(seen):
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -200,6 +216,7 @@ def places(tmp_path_factory):
 
 def test_policies_command(places):
     line = "policies {ada} --data {data} --epochs 1 --prices 0.1 --batch 4 --out {root}/table --device cpu"
+    line += " --thresholds 0.5,0.9,0.95"
     done = run(line, **places)
     rows = done.json["rows"]
     assert len(rows) == 3 + 9 + 2 * 4 + 1 and done.json["images"] == 15
@@ -209,6 +226,15 @@ def test_policies_command(places):
         with safe_open(places["root"] / "table" / f"policy_{kind}_0.1.safetensors", "pt") as file:
             choices = json.loads(file.metadata()["choices"])
             assert len(choices) == len(file.get_tensor("head.weight")) and choices[-1] == [16, 4]
+    for kind, tau in (("tokens", None), ("settings", "0.5")):
+        leave = f" --exit {tau}" if tau else ""
+        found = run(
+            f"eval {{ada}} --data {{data}} --device cpu --policy {{root}}/table/policy_{kind}_0.1.safetensors{leave}",
+            **places,
+        ).json
+        (row,) = (r for r in rows if r["policy"] == f"RL ({kind}, lambda = 0.1" + (f", tau = {tau})" if tau else ")"))
+        assert found["top1"] == pytest.approx(row["top1"], abs=1e-2)
+        assert found["gmacs"] == pytest.approx(row["gmacs"], abs=2e-4) and "policy" in found
 
 
 def test_grid_command(places):
@@ -237,6 +263,11 @@ def test_grid_of_a_dense_network(places):
         ("policies {ada} --data {data} --thresholds nan", "--thresholds nan"),
         ("policies {ada} --data {data} --prices 0.1,inf", "--prices 0.1,inf"),
         ("policies {ada} --data {data} --out {ada}/config.json", "file of that name"),
+        ("eval {ada} --data {data} --policy nowhere.safetensors", "nowhere.safetensors is missing"),
+        ("eval {ada} --data {data} --policy {ada}/config.json", "truncated or no safetensors file"),
+        ("eval {ada} --data {data} --policy {ada}/model.safetensors", "holds no learned policy"),
+        ("eval {ada} --data {data} --policy p --tokens 4", "--tokens 4: --policy chooses it"),
+        ("eval aht_deit_tiny_imagenet --data {data} --policy p", "--policy p is for an AdaPerceiver"),
         ("grid {ada} --data {data} --out {ada}/config.json", "file of that name"),
         ("grid {ada} --data {data} --seconds nan --out {root}/x", "--seconds nan"),
         ("policies {ada} --data {data} --batch 0", "--batch 0"),

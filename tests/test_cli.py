@@ -151,7 +151,7 @@ def test_commands_and_flags_are_frozen():
         "search": ["RECIPE", "--data", "--out", "--trials", "--holdout", "--set", "--limit", "--device"],
         "eval": [
             *("CHECKPOINT", "--data", "--layout", "--threshold", "--tau", "--tokens", "--depth", "--width", "--exit"),
-            *("--batch", "--limit", "--workers", "--device"),
+            *("--policy", "--batch", "--limit", "--workers", "--device"),
         ],
         "bench": ["MODEL", "--batch", "--fraction", "--dtype", "--seconds", "--static", "--data", "--device"],
         "view": ["CHECKPOINT", "IMAGES", "--out", "--threshold", "--tau", "--device"],

@@ -17,10 +17,11 @@ from timm.models.vision_transformer import VisionTransformer
 
 import dwindle
 from dwindle.charts import tradeoff
-from dwindle.compare import Compare, Comparison, Entry, markdown, read_results, summarised
+from dwindle.compare import Compare, Comparison, Entry, markdown, summarised
 from dwindle.files import write_text
 from dwindle.methods.avit import AViT
 from dwindle.recipes import tiny_test
+from dwindle.results import read_results
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe
 

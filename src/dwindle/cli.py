@@ -157,6 +157,9 @@ def evaluate(
     exit: Annotated[
         float | None, typer.Option(help="Of an AdaPerceiver: images leave at this confidence, in (0, 1].")
     ] = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="Of an AdaPerceiver: tokens and depth as this file of dwindle policies chooses.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Images at a time.")] = 64,
     limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
     workers: Annotated[int, typer.Option(help="Processes that load images.")] = 2,
@@ -180,8 +183,11 @@ def evaluate(
         only_for("models whose tokens halt", threshold=threshold, layout=None if layout == "packed" else layout)
         only_for("language models", tau=tau)
         data = needed(data, "eval", "--data")
-        return perceiver.evaluate(checkpoint, data, batch, limit, workers, device, exit, **setting)
-    only_for("an AdaPerceiver", exit=exit, **setting)
+        for name in ("tokens", "depth"):
+            given = setting[name]
+            require(policy is None or given is None, f"--{name} {given}", "--policy chooses it, so leave it out")
+        return perceiver.evaluate(checkpoint, data, batch, limit, workers, device, exit, policy, **setting)
+    only_for("an AdaPerceiver", exit=exit, policy=policy, **setting)
     if language.is_checkpoint(checkpoint):
         return language.evaluate(checkpoint, data, layout, threshold, tau, batch, limit, device)
     only_for("language models", tau=tau)

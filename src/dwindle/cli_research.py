@@ -20,6 +20,7 @@ from .terminal import (
     plain,
     progress_bar,
     show_table,
+    ticking,
 )
 
 
@@ -30,7 +31,8 @@ def register(app: typer.Typer) -> None:
 
 def compare(
     comparison: Annotated[
-        str, typer.Argument(help="Name of a comparison: cifar100_deit_tiny, tsa_shakespeare_compare.")
+        str,
+        typer.Argument(help="Name of a comparison: cifar100_deit_tiny, ada_cifar100_compare, tsa_shakespeare_compare."),
     ],
     data: OptionalData = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the runs.")] = None,
@@ -47,11 +49,14 @@ def compare(
     """Train and evaluate methods under the same conditions. A killed comparison goes on where it was: same command."""
     import dataclasses
 
+    from .adaperceiver import cli as perceiver
+    from .adaperceiver.compare import AdaCompare, AdaComparison
     from .charts import tradeoff
-    from .compare import Compare, markdown, read_results, summarised
+    from .compare import Compare, markdown, summarised
     from .drawing import save_figure
     from .files import write_text
     from .lm import cli as language
+    from .results import read_results
     from .train.recipe import changed, find_comparison
 
     plan = find_comparison(comparison)()
@@ -67,17 +72,10 @@ def compare(
     if language.is_recipe(plan.base):
         return language.compare(comparison, plan, data, out, results, names, until, device, eval_data, limit)
     data, out = needed(data, "compare", "--data"), needed(out, "compare", "--out")
+    ada = isinstance(plan, AdaComparison)
+    found: list[dict[str, Any]] = []
     with progress_bar() as bar:
-        tasks: dict[str, Any] = {}
-
-        def tick(name: str, step: int, steps: int, terms: dict[str, Any]) -> None:
-            if name not in tasks:
-                for old in tasks.values():
-                    bar.update(old, visible=False)
-                tasks[name] = bar.add_task(name, total=steps)
-            bar.update(tasks[name], completed=step)
-
-        work = Compare(
+        work = (AdaCompare if ada else Compare)(
             comparison,
             plan,
             data,
@@ -87,12 +85,17 @@ def compare(
             device=device_for(device),
             limit=limit,
             only=names,
-            tick=tick,
+            tick=ticking(bar),
             until=None if until is None else 60 * until,
         )
         for row in work.results():
-            shown = f"{row['name']} at {row['asked']:.2f}, seed {row['seed']}"
-            aside.print(f"{shown}: top-1 {row['top1']:.2f}, cost {row['cost']:.3f}")
+            found.append(row)
+            asked = "" if ada else f" at {row['asked']:.2f}"
+            said = f"{len(row['rows'])} rows" if "rows" in row else f"top-1 {row['top1']:.2f}"
+            said += "" if ada else f", cost {row['cost']:.3f}"
+            aside.print(f"{row['name']}{asked}, seed {row['seed']}: {said}")
+    if ada:
+        return perceiver.compared(f"{comparison} on {data}", found, work.folder)
     rows = summarised(read_results(work.folder), plan.reference)
     columns = ["name", "asked", "cost", "gmacs", "top1", "spread", "gap", "seeds", "images_per_s"]
     show_table(

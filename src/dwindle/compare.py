@@ -8,10 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import platform
-import re
-import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,15 +15,13 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import torch
-
-from . import ranks
 from .card import write_card
 from .checkpoint import load, save
-from .errors import DwindleError, unknown
+from .errors import DwindleError
 from .files import write_text
 from .methods import Method
 from .model import AdaptiveViT, adapt
+from .results import Results, machine, read_result, slug
 from .train.evaluate import calibrate
 from .train.loop import Run
 from .train.recipe import Recipe
@@ -72,7 +66,7 @@ class Comparison:
     pretrained_static: bool = False  # the static model is the weights as they are: nothing to train
 
 
-class Compare:
+class Compare(Results):
     """`results()` yields every result as it comes, those of earlier calls first."""
 
     def __init__(
@@ -91,21 +85,13 @@ class Compare:
         until: float | None = None,
     ) -> None:
         """only: names of entries. until: seconds after which no further training is begun."""
-        self.name, self.comparison, self.data, self.eval_data = name, comparison, data, eval_data
-        self.out, self.folder = Path(out), Path(results) / name
-        self.device, self.limit, self.tick = device, limit, tick
-        self.end = None if until is None else time.monotonic() + until
         known = [STATIC, *(entry.name for entry in comparison.entries)]
-        for wanted in only or ():
-            if wanted not in known:
-                raise unknown("entry of this comparison", wanted, known)
-        if ranks.started() > 1:
-            raise DwindleError("dwindle compare runs in one process; start it without torchrun.")
-        self.only = set(only or known)
+        super().__init__(name, out, results, known, only, until)
+        self.comparison, self.data, self.eval_data = comparison, data, eval_data
+        self.device, self.limit, self.tick = device, limit, tick
         self.resident: Any = None  # decoded once for all runs
         self.answers: dict[str, Answers] = {}  # of each teacher, who is asked once for all runs on the same batches
         self.room = Room()
-        self.folder.mkdir(parents=True, exist_ok=True)
 
     def results(self) -> Iterator[dict[str, Any]]:
         for seed in self.comparison.static_seeds:
@@ -126,17 +112,10 @@ class Compare:
         settings["teacher"] = Path(recipe.teacher).name if recipe.teacher else None
         settings["from_static"] = recipe.weights is not None and Path(recipe.weights).parent == self.out
         images = {"data": Path(self.data).name, "eval_data": Path(self.eval_data).name if self.eval_data else None}
-        return json.loads(json.dumps(images | {"limit": self.limit} | settings))
+        return images | {"limit": self.limit} | settings
 
     def _known(self, path: Path, recipe: Recipe) -> bool:
-        """Whether the result is there. One made under other conditions is not it."""
-        if not path.exists():
-            return False
-        old, new = read_result(path).get("conditions", {}), self._conditions(recipe)
-        differing = ", ".join(f"{name}={old.get(name)} (now {new[name]})" for name in new if old.get(name) != new[name])
-        if differing:
-            raise DwindleError(f"{path} was made with {differing}; choose another --results, or delete it.")
-        return True
+        return self.has(path, self._conditions(recipe))
 
     def _static_folder(self, seed: int) -> Path:
         return self.out / f"{STATIC}-1.00-s{seed}"
@@ -147,9 +126,6 @@ class Compare:
             raise DwindleError(f"{folder} is missing: the others build on the static model; run '{STATIC}' first.")
         return folder
 
-    def _late(self) -> bool:
-        return self.end is not None and time.monotonic() > self.end
-
     # Making results.
     def _static(self, seed: int) -> Iterator[dict[str, Any]]:
         path, folder = self._path(STATIC, 1.0, seed), self._static_folder(seed)
@@ -159,7 +135,7 @@ class Compare:
             run = self._opened(self._alone(seed), self.out / f".{STATIC}-s{seed}")
             self._write(path, STATIC, "methods", run, load(folder).to(run.device), 1.0, seed, 0.0)
         if not path.exists() or not (folder / "config.json").exists():
-            if self._late():
+            if self.late:
                 return
             recipe = self._alone(seed)
             if self.comparison.pretrained_static:
@@ -182,9 +158,9 @@ class Compare:
         missing = [cost for cost, path in paths.items() if not self._known(path, self._recipe(entry, cost, seed))]
         if missing and entry.train == "each":
             for cost in missing:
-                if not self._late():
+                if not self.late:
                     self._each(entry, cost, seed)
-        elif missing and not self._late():
+        elif missing and not self.late:
             self._turned(entry, missing, seed)
         for path in paths.values():
             if path.exists():
@@ -296,35 +272,6 @@ class Compare:
             save(model, turned_in, extra={"results": packed})
             write_card(turned_in)
         write_text(path, json.dumps(result, indent=1) + "\n")
-
-
-def slug(name: str) -> str:
-    """A name as part of a file's."""
-    return re.sub(r"[^A-Za-z0-9.-]+", "_", name)
-
-
-def machine(device: torch.device) -> dict[str, str]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    commit = os.environ.get("DWINDLE_COMMIT")  # for a machine that has a copy without its history
-    if commit is None:
-        try:
-            asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-            commit = asked.stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            commit = "unknown"
-    return {"device": name, "torch": torch.__version__, "commit": commit}
-
-
-def read_result(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise DwindleError(f"{path} is no JSON ({error}); delete it, and the comparison makes it again.") from error
-
-
-def read_results(folder: str | os.PathLike) -> list[dict[str, Any]]:
-    """Every result of a comparison's folder."""
-    return [read_result(path) for path in sorted(Path(folder).glob("*.json"))]
 
 
 def summarised(results: Sequence[dict[str, Any]], reference: str = STATIC) -> list[dict[str, Any]]:

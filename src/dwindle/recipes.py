@@ -6,6 +6,7 @@ DATA stands for a folder with the data sets and DeiT's weights, as docs/data.md 
 import dataclasses
 from typing import Any
 
+from .adaperceiver.compare import AdaComparison
 from .adaperceiver.dense import DenseRecipe
 from .adaperceiver.recipe import AdaRecipe
 from .compare import Comparison, Entry
@@ -90,6 +91,10 @@ def ada_cifar100() -> Recipe:
 
     One H200, bf16, 4.0 s an epoch: 85.73 at 96 tokens, 12 blocks, width 192 (docs/adaperceiver.md).
     """
+    return _ada_cifar100()
+
+
+def _ada_cifar100() -> AdaRecipe:
     return dataclasses.replace(
         _ada(144),
         method_options={"tokens": (32, 64, 96), "readouts": "own", "mask": "open"},
@@ -144,6 +149,20 @@ def ada_static_cifar100() -> Recipe:
     return dataclasses.replace(_ada(48), method_options=fixed, stages=(1.0, 0.0, 0.0))
 
 
+def ada_cifar100_compare() -> AdaComparison:
+    """`ada_cifar100` at every setting and under every policy, and beside it `ada_static_cifar100` at three sizes.
+
+    dwindle compare ada_cifar100_compare --data DATA/cifar100 --out runs/ada_cifar100_compare
+
+    docs/adaperceiver.md has what came of it on one H200.
+    """
+    return AdaComparison(
+        base=_ada_cifar100(),
+        sizes=((32, 6, 96), (64, 9, 144), (96, 12, 192)),
+        between=(16, 24, 48, 80, 112, 128, 192, 256),
+    )
+
+
 def ada_segment() -> Recipe:
     """Segmentation by the write head of a trained AdaPerceiver (folder ADA); D.3. Depth (D.4): --set task=depth.
 
@@ -158,7 +177,26 @@ def ada_tiny_test() -> Recipe:
 
     dwindle train ada_tiny_test --data FOLDER --out runs/ada-tiny
     """
+    return _ada_tiny()
+
+
+def _ada_tiny() -> AdaRecipe:
     return AdaRecipe(model="tiny", epochs=3, batch=8, workers=0, warmup_epochs=0.0, lr=1e-3, stages=(1, 1, 1))
+
+
+def ada_tiny_compare() -> AdaComparison:
+    """A minute on a CPU, on any folder of images: does comparing AdaPerceivers run here?
+
+    dwindle compare ada_tiny_compare --data FOLDER --out runs/ada-tiny-compare
+    """
+    return AdaComparison(
+        base=_ada_tiny(),
+        sizes=((4, 2, 16), (16, 4, 32)),
+        between=(6,),
+        thresholds=(0.5,),
+        prices=(0.05,),
+        batch=8,
+    )
 
 
 def tiny_test() -> Recipe:

@@ -69,6 +69,18 @@ def progress_bar(shown: bool = True) -> Progress:
     )
 
 
+def ticking(bar: Progress) -> Callable[..., None]:
+    """tick(name, step, steps): a line of the bar for each name, until it is done."""
+    tasks: dict[str, Any] = {}
+
+    def tick(name: str, step: int, steps: int, *_: Any) -> None:
+        if name not in tasks:
+            tasks[name] = bar.add_task(name, total=steps)
+        bar.update(tasks[name], completed=step, visible=step < steps)
+
+    return tick
+
+
 def device_for(given: str | None) -> str:
     import torch
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..checkpoint import OWN, family_of
 from ..errors import DwindleError, unknown
+from ..files import write_text
+from ..model import Output
 from ..terminal import device_for, evaluated, finish, progress_bar, show_table
-from .commands import images_for, load_network, preprocess_for
+from .commands import load_network
+from .compare import POLICIES, markdown, summarised
+from .images import images_for, preprocess_for
 from .model import AdaPerceiver
+from .policies import load_policy
 
 PRESET = "adaperceiver_"  # and a preset's name: that network, untrained
 
@@ -33,16 +40,29 @@ def evaluate(
     workers: int,
     device: str | None,
     exit: float | None,
+    policy: Path | None,
     **setting: int | None,
 ) -> None:
-    """At one setting (the largest by default), or with images that leave where their confidence reaches `exit`."""
+    """At one setting (the largest by default) or as a learned policy chooses; with images that leave where their
+    confidence reaches `exit`."""
     model = load_network(checkpoint)
+    ask: Callable[[Tensor], Output] = partial(model, exit=exit, **setting)
+    if policy is not None:
+        chooser = load_policy(model, policy)
+
+        def ask(images: Tensor) -> Output:
+            chosen = chooser.to(images.device).choose(model.embed(images))
+            return model(images, *chosen, setting["width"], exit)
+
     images = images_for(model, data, "test", limit)
     images.transform = preprocess_for(model).eval_transform()
-    result = evaluated(model, images, batch, workers, device, ask=partial(model, exit=exit, **setting))
+    result = evaluated(model, images, batch, workers, device, ask=ask)
     if result is None:
         return
-    named = {name: value for name, value in (setting | {"exit": exit}).items() if value is not None}
+    if policy is not None:
+        result["gmacs"] = round(result["gmacs"] + chooser.macs / 1e9, 4)
+    chosen = setting | {"exit": exit, "policy": policy and str(policy)}
+    named = {name: value for name, value in chosen.items() if value is not None}
     show_table(f"{checkpoint} on {data} {named or '(largest setting)'}", list(result), [list(result.values())])
     finish(result | named)
 
@@ -71,6 +91,30 @@ def bench(name: str, batches: Sequence[int], dtype: str, seconds: float, device:
     columns = ["batch", "tokens", "depth", "width", "gmacs", "ms", "speedup"]
     show_table(f"{name} on {place}, {dtype}", columns, [[row[c] for c in columns] for row in rows])
     finish({"model": name, "device": place, "dtype": dtype, "rows": rows})
+
+
+def compared(title: str, found: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Tables and figures of a comparison's results."""
+    from .figures import interpolation, tradeoffs
+
+    table = summarised(found)
+    columns = ["tokens", "depth", "width", "adaptive", "gmacs", "static", "static_gmacs", "difference"]
+    show_table(title, columns, [["" if row[c] is None else row[c] for c in columns] for row in table])
+    for result in found:
+        if result["name"] == POLICIES:
+            columns = ["policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"]
+            lines = [[row[c] for c in columns] for row in result["rows"]]
+            show_table(f"policies, seed {result['seed']}", columns, lines)
+    write_text(folder / "table.md", markdown(table))
+    alone = [(row["static_gmacs"], row["static"]) for row in table]
+    figures = []
+    for result in found:
+        if "falls" in result:
+            stem = f"s{result['seed']}.png"
+            figures.append(tradeoffs(result["rows"], folder / f"tradeoff-{stem}", static=alone))
+            if "between" in result:
+                figures.append(interpolation(result["between"], folder / f"interpolation-{stem}"))
+    finish({"results": table, "table": str(folder / "table.md"), "figures": [str(figure) for figure in figures]})
 
 
 def view(checkpoint: str, paths: Sequence[Path], out: Path, device: str | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +12,6 @@ import typer
 from ..errors import DwindleError, unknown
 from ..files import check_folder, write_text
 from ..terminal import Checkpoint, Data, Device, device_for, finish, numbers, progress_bar, show_table
-
-SOME = 4096  # training images that tell how many blocks a number of tokens can do with
 
 
 def register(app: typer.Typer) -> None:
@@ -40,17 +37,11 @@ def _check(**least: tuple[float | None, float]) -> None:
             raise DwindleError(f"--{name} {given}: it must be at least {low}, and finite.")
 
 
-def preprocess_for(model: Any) -> Any:
-    from ..images import Preprocess
-
-    saved = model.extra.get("preprocess")
-    return Preprocess.from_dict(saved) if saved else Preprocess(size=model.image)
-
-
 def _components(model: Any, checkpoint: str, data: str, out: Path, count: int, place: str) -> None:
     """Fig. 15-17 of the first images of a data set."""
     from ..train.data import limit, open_data
     from .figures import components
+    from .images import preprocess_for
 
     images = limit(open_data(data, "test"), count)
     prepare = preprocess_for(model).eval_transform()
@@ -61,37 +52,6 @@ def _components(model: Any, checkpoint: str, data: str, out: Path, count: int, p
         made.append(out / f"components_{i}.png")
         components(model, prepare(images.image(i))[None].to(place), made[-1])
     finish({"checkpoint": checkpoint, "images": len(images), "figures": [str(path) for path in made]})
-
-
-def images_for(model: Any, data: str, split: str, limit: int | None) -> Any:
-    """The first so many of a split, with labels the network knows."""
-    from ..train.data import check_labels, open_data
-    from ..train.data import limit as first
-
-    images = open_data(data, split)
-    images = first(images, limit) if limit else images
-    check_labels(images.labels, model.classes)
-    return images
-
-
-def _served(model: Any, data: str, split: str, device: str, limit: int | None) -> Any:
-    """Images ready on the device: a function (batch, epoch or None) -> batches, in order where there is no epoch."""
-    from ..train.batches import Resident, loader
-
-    images, wanted = images_for(model, data, split, limit), preprocess_for(model)
-    resident = Resident(images, wanted.size, device) if len(images) <= 100_000 else None
-
-    def serve(batch: int, epoch: int | None = None) -> Any:
-        train = epoch is not None
-        if resident is not None:
-            return resident.batches(batch, train, 0, epoch or 0, wanted.mean, wanted.std)
-        images.transform = wanted.train_transform(min_scale=0.35) if train else wanted.eval_transform()
-        ready = loader(images, batch, train, workers=2)
-        ready.set_epoch(epoch or 0)
-        return ready
-
-    serve.count = len(images)  # type: ignore[attr-defined]
-    return serve
 
 
 def grid(
@@ -112,6 +72,7 @@ def grid(
     from ..bench import DTYPES
     from . import figures
     from . import grid as measure
+    from .images import served_from
 
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
@@ -122,7 +83,7 @@ def grid(
     model.check_tokens(more)
     if model.outputs == "dense":
         return _components(model, checkpoint, data, out, limit or 4, place)
-    served = _served(model, data, "test", place, limit)
+    served = served_from(model, data, "test", place, limit)
     with progress_bar() as bar:
         task = bar.add_task("images", total=served.count)
         found = measure.grid(model, served(batch), device=place, progress=lambda n: bar.advance(task, n))
@@ -178,7 +139,7 @@ def policies(
     """Table 6 for an AdaPerceiver: fixed settings, early exit, a learned choice of tokens (the paper's) or of
     tokens and depth, and the oracle."""
     from . import policies as rules
-    from .grid import grid as look
+    from .images import served_from
 
     _check(batch=(batch, 1), limit=(limit, 1), epochs=(epochs, 0))
     if out is not None:
@@ -187,41 +148,28 @@ def policies(
     taus, lambdas = numbers("--thresholds", thresholds, float), numbers("--prices", prices, float)
     if max(taus) > 1:
         raise DwindleError(f"--thresholds {thresholds}: they are confidences, in (0, 1].")
-    served = _served(model, data, "test", place, limit)
+    served = served_from(model, data, "test", place, limit)
+    learns = epochs > 0 and lambdas
+    training = served_from(model, data, "train", place, limit) if learns else served
     with progress_bar() as bar:
-        task = bar.add_task("every setting", total=served.count)
-        found = look(model, served(batch), device=place, progress=lambda n: bar.advance(task, n))
-        made = []
-        if epochs > 0 and lambdas:
-            training = _served(model, data, "train", place, limit)
-            task = bar.add_task("learned policies", total=epochs * (training.count // batch or 1))
-            passes = (training(batch, epoch) for epoch in range(epochs))
-
-            def tick() -> None:
-                bar.advance(task)
-
-            some = islice(training(batch, 0), -(-SOME // batch))
-            seen = look(model, some, device=place, widths=model.widths[-1:])
-            kinds = {"tokens": rules.token_choices(model), "settings": rules.setting_choices(model, seen)}
-            if kinds["settings"] == kinds["tokens"]:  # no number of tokens can do with fewer blocks
-                del kinds["settings"]
-            wanted = [(kind, price) for kind in kinds for price in lambdas]
-            learned = rules.train_policies(
-                model, passes, [(price, kinds[kind]) for kind, price in wanted], device=place, progress=tick
-            )
-            made = [
-                (kind, price, policy, rules.choices(model, policy, served(batch), place))
-                for (kind, price), policy in zip(wanted, learned)
-            ]
-    rows = rules.table_6(model, found, [(price, policy, picked) for _, price, policy, picked in made], taus)
+        tasks = {"every setting": bar.add_task("every setting", total=served.count)}
+        if learns:
+            tasks["learned policies"] = bar.add_task("learned policies", total=epochs * training.count)
+        rows, made = rules.judged(
+            model,
+            lambda: served(batch),
+            lambda epoch: training(batch, epoch),
+            taus,
+            lambdas,
+            epochs,
+            device=place,
+            progress=lambda what, images: bar.advance(tasks[what], images),
+        )
     columns = ["policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"]
     show_table(f"{checkpoint} on {data}", columns, [[row[c] for c in columns] for row in rows])
     if out is not None:
-        from ..files import write_weights
-
         out.mkdir(parents=True, exist_ok=True)
         write_text(out / "policies.json", json.dumps(rows, indent=1) + "\n")
-        for kind, price, policy, _ in made:
-            weights = {n: v.cpu().contiguous() for n, v in policy.state_dict().items()}
-            write_weights(out / f"policy_{kind}_{price}.safetensors", weights, {"choices": json.dumps(policy.choices)})
+        for one in made:
+            rules.save_policy(one.policy, out / f"policy_{one.kind}_{one.price}.safetensors")
     finish({"checkpoint": checkpoint, "images": served.count, "rows": rows})

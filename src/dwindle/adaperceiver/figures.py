@@ -15,10 +15,17 @@ from ..errors import DwindleError
 from .model import AdaPerceiver
 
 
-def tradeoffs(rows: Sequence[dict[str, Any]], path: Path, by: str = "gmacs", where: str = "") -> Path:
+def tradeoffs(
+    rows: Sequence[dict[str, Any]],
+    path: Path,
+    by: str = "gmacs",
+    where: str = "",
+    static: Sequence[tuple[float, float]] = (),
+) -> Path:
     """Fig. 9: top-1 against GMACs, or against latency (by='ms'); a line per number of tokens, a point per depth.
 
-    where: on what machine, in what dtype and batch the latency was measured.
+    where: on what machine, in what dtype and batch the latency was measured. static: cost and top-1 of networks that
+    were trained for one setting.
     """
     figure = canvas(8.5, 5.5, "Tokens, depths and widths of one network")
     axis = figure.add_subplot()
@@ -37,6 +44,9 @@ def tradeoffs(rows: Sequence[dict[str, Any]], path: Path, by: str = "gmacs", whe
                 alpha=1.0 if full else 0.5,
                 label=f"{tokens} tokens" if full else None,
             )
+    if static:
+        cost, top1 = zip(*static)
+        axis.scatter(cost, top1, marker="*", s=130, color="black", zorder=3, label="trained for one setting")
     label = {"gmacs": "GMACs per image", "ms": "milliseconds per batch"}[by] + (f" ({where})" if where else "")
     axis.set(xlabel=label, ylabel="top-1 (%)")
     thin = "" if len(widths) == 1 else f"; thin lines: widths {', '.join(map(str, widths[:-1]))}"

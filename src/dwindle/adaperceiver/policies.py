@@ -6,21 +6,36 @@ setting answers to every image; `AdaPerceiver.forward` with the same settings an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor, nn
 
+from ..checkpoint import fill, read_weights
 from ..errors import DwindleError
+from ..files import write_weights
 from .cost import setting_macs
-from .grid import Batches, Grid
+from .grid import Batches, Grid, grid
 from .grid import rows as settings
 from .model import AdaPerceiver
 
 Option = tuple[int, int]  # tokens and depth, at full width
+SOME = 4096  # training images that tell how many blocks a number of tokens can do with
+
+
+class Learned(NamedTuple):
+    """A learned policy, and what it chose for each test image (n,)."""
+
+    kind: str  # 'tokens' or 'settings', what it chooses among
+    price: float  # lambda of Eq. 14
+    policy: PolicyNetwork
+    picked: Tensor
 
 
 def result(policy: str, correct: Tensor, macs: Tensor, **more: Any) -> dict[str, Any]:
@@ -122,7 +137,7 @@ class PolicyNetwork(nn.Module):
     def __init__(self, model: AdaPerceiver, choices: Sequence[Option] | None = None, inner: int | None = None) -> None:
         super().__init__()
         self.seq, self.dim, self.inner = model.patches(), model.width, inner or max(model.width // 4, 8)
-        self.choices = list(choices or token_choices(model))
+        self.choices: list[Option] = [(tokens, depth) for tokens, depth in choices or token_choices(model)]
         self.squeeze = nn.Sequential(nn.LayerNorm(self.dim), nn.Linear(self.dim, self.inner))
         self.mixers = nn.Sequential(Mixer(self.inner, self.seq), Mixer(self.inner, self.seq))
         self.fuse = nn.Sequential(
@@ -150,6 +165,30 @@ class PolicyNetwork(nn.Module):
         return s * self.dim * i + mixers + 2 * i * i + i * len(self.choices)
 
 
+def save_policy(policy: PolicyNetwork, path: Path) -> Path:
+    """A safetensors file, which knows what it chooses among."""
+    weights = {name: value.cpu().contiguous() for name, value in policy.state_dict().items()}
+    return write_weights(path, weights, {"choices": json.dumps(policy.choices)})
+
+
+def load_policy(model: AdaPerceiver, path: str | Path) -> PolicyNetwork:
+    """A policy that was learned for this network, ready to choose."""
+    weights = read_weights(Path(path))
+    with safe_open(path, "pt") as file:
+        said = (file.metadata() or {}).get("choices")
+    if said is None:
+        raise DwindleError(f"{path} holds no learned policy; take a file that dwindle policies --out wrote.")
+    choices = json.loads(said)
+    if any(tokens not in model.tokens or depth > model.depth for tokens, depth in choices):
+        raise DwindleError(
+            f"{path} chooses (tokens, depth) among {choices}, and this network has tokens {model.tokens} and "
+            f"{model.depth} blocks; learn a policy for it with dwindle policies --out."
+        )
+    policy = PolicyNetwork(model, choices)
+    fill(policy, weights, Path(path))
+    return policy.eval().requires_grad_(False)
+
+
 def train_policies(
     model: AdaPerceiver,
     epochs: Iterable[Batches],
@@ -160,7 +199,7 @@ def train_policies(
     entropy: float = 0.01,
     seed: int = 0,
     device: str | torch.device = "cpu",
-    progress: Callable[[], None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> list[PolicyNetwork]:
     """REINFORCE (I.3), a policy for each (price, choices) wanted, all from the same runs of the network: reward -CE -
     price * index of the choice (Eq. 14), each image's own advantage over the moving average of past rewards. entropy: a
@@ -181,7 +220,7 @@ def train_policies(
                 asked = [loss[depths.index(d), model.tokens.index(t)] for t, d in learner.policy.choices]
                 learner.step(patches.float(), torch.stack(asked))
             if progress:
-                progress()
+                progress(len(y))
     return [learner.policy.eval() for learner in learners]
 
 
@@ -247,6 +286,51 @@ def learned(
     shares = torch.bincount(picked, minlength=len(policy.choices)).double() / len(picked)
     more = {"choices": policy.choices, "shares": [round(float(s), 3) for s in shares]}
     return result(f"RL ({kind}, lambda = {price})", correct, prices[picked] + policy.macs, **more)
+
+
+def judged(
+    model: AdaPerceiver,
+    test: Callable[[], Batches],
+    training: Callable[[int], Batches],
+    thresholds: Sequence[float],
+    prices: Sequence[float],
+    epochs: int,
+    *,
+    device: str | torch.device = "cpu",
+    progress: Callable[[str, int], None] = lambda what, images: None,
+) -> tuple[list[dict[str, Any]], list[Learned]]:
+    """Table 6 from scratch, with a policy of either kind learned for each price in so many epochs; 0: none.
+
+    test(): the batches that are judged. training(epoch): those learned from. progress: told what is done with how many
+    images.
+    """
+    found = grid(model, test(), device=device, progress=lambda n: progress("every setting", n))
+    made: list[Learned] = []
+    if epochs > 0 and prices:
+        seen = grid(model, _first(training(0), SOME), device=device, widths=model.widths[-1:])
+        kinds = {"tokens": token_choices(model), "settings": setting_choices(model, seen)}
+        if kinds["settings"] == kinds["tokens"]:  # no number of tokens can do with fewer blocks
+            del kinds["settings"]
+        wanted = [(kind, price) for kind in kinds for price in prices]
+        policies = train_policies(
+            model,
+            map(training, range(epochs)),
+            [(price, kinds[kind]) for kind, price in wanted],
+            device=device,
+            progress=lambda n: progress("learned policies", n),
+        )
+        for (kind, price), policy in zip(wanted, policies):
+            made.append(Learned(kind, price, policy, choices(model, policy, test(), device)))
+    return table_6(model, found, [(one.price, one.policy, one.picked) for one in made], thresholds), made
+
+
+def _first(batches: Batches, images: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """As many batches as hold so many images."""
+    for x, y in batches:
+        yield x, y
+        images -= len(y)
+        if images <= 0:
+            return
 
 
 def table_6(

@@ -16,7 +16,19 @@ from ..drawing import file_stems, save_figure
 from ..errors import DwindleError
 from ..files import write_text
 from ..methods.base import require
-from ..terminal import aside, claimed, console, device_for, finish, plain, progress_bar, resumes, shared, show_table
+from ..terminal import (
+    aside,
+    claimed,
+    console,
+    device_for,
+    finish,
+    plain,
+    progress_bar,
+    resumes,
+    shared,
+    show_table,
+    ticking,
+)
 from .compare import LMCompare, LMComparison, markdown, summarised
 from .execute import AdaptiveLM
 from .figures import figures
@@ -94,15 +106,10 @@ def compare(
     plan, out = dataclasses.replace(plan, base=base), out or Path("runs") / name
     rows = []
     with progress_bar() as bar:
-        tasks: dict[str, Any] = {}
-
-        def tick(what: str, step: int, steps: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=steps)
-            bar.update(tasks[what], completed=step, visible=step < steps)
-
         seconds = None if until is None else 60 * until
-        work = LMCompare(name, plan, out, results, device=device_for(device), only=only, tick=tick, until=seconds)
+        work = LMCompare(
+            name, plan, out, results, device=device_for(device), only=only, tick=ticking(bar), until=seconds
+        )
         for row in work.results():
             rows.append(row)
             finish({key: row[key] for key in TOLD if key in row})

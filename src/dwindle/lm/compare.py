@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compare import machine, read_result, slug
-from ..errors import DwindleError, unknown
 from ..files import write_text
+from ..results import Results, machine, read_result, slug
 from ..train.state import STATE
 from .bench import bench_lm, compilable
 from .evaluate import calibrate, evaluate
@@ -51,8 +49,10 @@ class LMComparison:
     seconds: float = 4.0
 
 
-class LMCompare:
+class LMCompare(Results):
     """`results()` yields every result as it comes, those of earlier calls too."""
+
+    part = "result"
 
     def __init__(
         self,
@@ -67,17 +67,11 @@ class LMCompare:
         until: float | None = None,
     ) -> None:
         """only: names of results. until: seconds after which no further training is begun."""
-        self.name, self.comparison, self.device, self.tick = name, comparison, device, tick
-        self.out, self.folder = Path(out), Path(results) / name
-        self.end = None if until is None else time.monotonic() + until
         known = [STATIC, *(self._tsa(p) for p in comparison.penalties)]
         known += [f"{kind} as {self._tsa(p)}" for p in comparison.penalties for kind in ("early exit", "MoD", "random")]
-        for wanted in only or ():
-            if wanted not in known:
-                raise unknown("result of this comparison", wanted, known)
-        self.only = set(only or known)
         self.text: Text = open_text(comparison.base.data).to(torch.device(device))
-        self.folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(name, out, results, known, only, until)
+        self.comparison, self.device, self.tick = comparison, device, tick
 
     @staticmethod
     def _tsa(penalty: float) -> str:
@@ -139,15 +133,10 @@ class LMCompare:
         path = self._path(name, seed)
         recipe = dataclasses.replace(self.comparison.base, method=router, method_options=options, seed=seed)
         given = dataclasses.asdict(recipe) | {"data": Path(recipe.data).name, "windows": self.comparison.windows}
-        conditions = json.loads(json.dumps({k: v for k, v in given.items() if k not in INCIDENTAL}))
-        if path.exists():
-            old = read_result(path)["conditions"]
-            differing = ", ".join(f"{k}={old.get(k)} (now {v})" for k, v in conditions.items() if old.get(k) != v)
-            if differing:
-                raise DwindleError(f"{path} was made with {differing}; choose another --results, or delete it.")
-        elif name not in self.only or (self.end is not None and time.monotonic() > self.end):
-            return
-        else:
+        conditions = {k: v for k, v in given.items() if k not in INCIDENTAL}
+        if not self.has(path, conditions):
+            if name not in self.only or self.late:
+                return
             model, trained = self._trained(recipe, self.out / (folder or f"{slug(name)}-s{seed}"), name)
             found = (look or self._measure)(model)
             if router == "TSA" and seed == self.comparison.seeds[0]:  # other seeds' rows take as long

@@ -167,7 +167,7 @@ def _find(name: str, kind: str, returns: str) -> Callable[[], Any]:
     from ..lm import recipes as language
 
     everything = {**vars(recipes), **vars(language)}
-    kinds = getattr(recipes, returns), getattr(language, f"LM{returns}")
+    kinds = getattr(recipes, returns), getattr(recipes, f"Ada{returns}"), getattr(language, f"LM{returns}")
     public = {n: f for n, f in everything.items() if inspect.isfunction(f) and not n.startswith("_")}
     known = {n: f for n, f in public.items() if f.__annotations__["return"] in kinds}
     if name not in known:

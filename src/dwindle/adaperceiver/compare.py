@@ -1,0 +1,244 @@
+"""One network for every setting against networks trained for one each, and under every policy: one JSON per result.
+
+A comparison goes on where it was: a result whose JSON exists is not made again, a training that was killed resumes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+
+from ..checkpoint import load
+from ..compare import INCIDENTAL
+from ..errors import DwindleError
+from ..files import write_text
+from ..results import Results, machine, read_result, slug
+from ..train.state import STATE
+from .grid import between, falls, grid, rows
+from .images import served_from
+from .model import AdaPerceiver
+from .policies import judged
+from .recipe import AdaRecipe
+from .train import AdaRun
+
+Setting = tuple[int, int, int]  # tokens, depth, width
+ADAPTIVE, POLICIES = "adaptive", "policies"
+
+
+@dataclass(frozen=True)
+class AdaComparison:
+    base: AdaRecipe  # of the adaptive network; the others have what is left of it for one setting
+    sizes: tuple[Setting, ...]  # each a network of its own; together they are trained for as many epochs as the one
+    between: tuple[int, ...] = ()  # numbers of tokens besides the trained ones that the one network is asked for
+    thresholds: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+    prices: tuple[float, ...] = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
+    policy_epochs: int = 1
+    seeds: tuple[int, ...] = (0,)
+    batch: int = 256  # of what is measured
+
+
+def static(size: Setting) -> str:
+    return "static " + "-".join(map(str, size))
+
+
+class AdaCompare(Results):
+    """`results()` yields every result as it comes, those of earlier calls too."""
+
+    part = "result"
+
+    def __init__(
+        self,
+        name: str,
+        comparison: AdaComparison,
+        data: str,
+        out: str | os.PathLike,
+        results: str | os.PathLike,
+        *,
+        eval_data: str | None = None,
+        device: str = "cpu",
+        limit: int | None = None,
+        only: Sequence[str] | None = None,
+        tick: Callable[[str, int, int], None] = lambda name, step, steps: None,
+        until: float | None = None,
+    ) -> None:
+        """only: names of results. until: seconds after which no further training is begun."""
+        known = [ADAPTIVE, *map(static, comparison.sizes), POLICIES]
+        super().__init__(name, out, results, known, only, until)
+        self.comparison, self.data, self.eval_data = comparison, data, eval_data or data
+        self.device, self.limit, self.tick = device, limit, tick
+        self.resident: Any = None  # decoded once for all runs
+        base = comparison.base
+        with torch.device("meta"):
+            self.whole = AdaPerceiver.preset(base.model, **base.method_options)
+        for size in comparison.sizes:
+            tokens, depth, width = size
+            trained = tokens in self.whole.tokens and width in self.whole.widths
+            if not (trained and 1 <= depth <= self.whole.depth):
+                raise DwindleError(
+                    f"A network for {size} has nothing to be compared with: the adaptive one is trained with tokens "
+                    f"{self.whole.tokens}, widths {self.whole.widths} and up to {self.whole.depth} blocks."
+                )
+
+    def results(self) -> Iterator[dict[str, Any]]:
+        for seed in self.comparison.seeds:
+            base = dataclasses.replace(self.comparison.base, seed=seed)
+            yield from self._result(ADAPTIVE, base, self._every)
+            for size in self.comparison.sizes:
+                yield from self._result(static(size), self._alone(base, size), partial(self._one, size=size))
+            yield from self._result(POLICIES, base, self._policies)
+
+    def _alone(self, base: AdaRecipe, size: Setting) -> AdaRecipe:
+        """The recipe for one setting: nothing is drawn, and the FFN has only the neurons of that width."""
+        tokens, depth, width = size
+        share = {"tokens": (tokens,), "widths": (self.whole.width,), "depth": depth}
+        share["ffn_ratio"] = self.whole.ffn_ratio * width / self.whole.width
+        kept = {name: value for name, value in base.method_options.items() if name not in ("readouts", "mask")}
+        return dataclasses.replace(
+            base,
+            method_options=kept | share,
+            epochs=max(1, base.epochs // len(self.comparison.sizes)),
+            stages=(1.0, 0.0, 0.0),
+            largest_weight=0.0,
+            full_width=0.0,
+            mask_steps=AdaRecipe.mask_steps,
+        )
+
+    def _result(
+        self, name: str, recipe: AdaRecipe, look: Callable[[AdaRecipe, str], dict[str, Any]]
+    ) -> Iterator[dict[str, Any]]:
+        path = self.folder / f"{slug(name)}-s{recipe.seed}.json"
+        given = {n: value for n, value in dataclasses.asdict(recipe).items() if n not in INCIDENTAL}
+        given |= {"data": Path(self.data).name, "eval_data": Path(self.eval_data).name, "limit": self.limit}
+        given["teacher"] = Path(recipe.teacher).name if recipe.teacher else None
+        given["weights"] = Path(recipe.weights).name if recipe.weights else None
+        given |= {"between": self.comparison.between} if name == ADAPTIVE else {}
+        if name == POLICIES:
+            given |= {n: getattr(self.comparison, n) for n in ("thresholds", "prices", "policy_epochs")}
+        if not self.has(path, given):
+            if name not in self.only or self.late:
+                return
+            result = {"comparison": self.name, "name": name, "seed": recipe.seed, **look(recipe, name)}
+            result |= {"conditions": given, "machine": machine(torch.device(self.device))}
+            write_text(path, json.dumps(result, indent=1) + "\n")
+        yield read_result(path)
+
+    def _folder(self, name: str, seed: int) -> Path:
+        return self.out / f"{slug(name)}-s{seed}"
+
+    def _trained(self, recipe: AdaRecipe, name: str) -> tuple[AdaPerceiver, dict[str, Any]]:
+        folder = self._folder(name, recipe.seed)
+        run = AdaRun(
+            recipe,
+            self.data,
+            folder,
+            eval_data=self.eval_data,
+            device=self.device,
+            resume=(folder / STATE).exists(),
+            limit=self.limit,
+            resident=self.resident,
+        )
+        self.resident = run.resident
+        for _ in run.epochs(lambda step, steps, terms: self.tick(name, step, steps)):
+            pass
+        told = {"epochs": recipe.epochs, "seconds_per_epoch": round(run.seconds_per_epoch, 2)}
+        return self._loaded(folder), told
+
+    def _loaded(self, folder: Path) -> AdaPerceiver:
+        model: Any = load(folder)
+        return model.eval().to(self.device)
+
+    def _test(self, model: AdaPerceiver) -> Any:
+        return served_from(model, self.eval_data, "test", self.device, self.limit)
+
+    def _every(self, recipe: AdaRecipe, name: str) -> dict[str, Any]:
+        model, told = self._trained(recipe, name)
+        served = self._test(model)
+        found = grid(model, served(self.comparison.batch), device=self.device, amp=recipe.amp)
+        told |= {"images": served.count, "falls": falls(found), "rows": rows(model, found)}
+        if counts := self.comparison.between:
+            asked = sorted({*model.tokens, *counts})
+            told["between"] = between(model, served(self.comparison.batch), asked, self.device)
+        return told
+
+    def _one(self, recipe: AdaRecipe, name: str, size: Setting) -> dict[str, Any]:
+        model, told = self._trained(recipe, name)
+        served = self._test(model)
+        found = grid(model, served(self.comparison.batch), device=self.device, amp=recipe.amp)
+        top1, gmacs = round(float(found.top1[-1, -1, -1]), 3), round(model.static_macs() / 1e9, 4)
+        return told | {"images": served.count, "setting": size, "top1": top1, "gmacs": gmacs}
+
+    def _policies(self, recipe: AdaRecipe, name: str) -> dict[str, Any]:
+        folder, plan = self._folder(ADAPTIVE, recipe.seed), self.comparison
+        if not (folder / "config.json").exists():
+            raise DwindleError(f"{folder} is missing: policies need the trained network; run '{ADAPTIVE}' first.")
+        model = self._loaded(folder)
+        served, training = self._test(model), served_from(model, self.data, "train", self.device, self.limit)
+        seen = {"every setting": 0, "learned policies": 0}
+        total = {"every setting": served.count, "learned policies": plan.policy_epochs * training.count}
+
+        def progress(what: str, images: int) -> None:
+            seen[what] += images
+            self.tick(what, seen[what], total[what])
+
+        table, _ = judged(
+            model,
+            lambda: served(plan.batch),
+            lambda epoch: training(plan.batch, epoch),
+            plan.thresholds,
+            plan.prices,
+            plan.policy_epochs,
+            device=self.device,
+            progress=progress,
+        )
+        return {"images": served.count, "rows": table}
+
+
+def summarised(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per setting that a network was trained for: it, and the adaptive network there; means over seeds."""
+    one = {
+        (result["seed"], (row["tokens"], row["depth"], row["width"])): row
+        for result in results
+        if result["name"] == ADAPTIVE
+        for row in result["rows"]
+    }
+    groups: dict[Setting, list[dict[str, Any]]] = {}
+    for result in results:
+        if "setting" in result:
+            groups.setdefault(tuple(result["setting"]), []).append(result)
+    made = []
+    for size, alone in groups.items():
+        gaps = [one[r["seed"], size]["top1"] - r["top1"] for r in alone if (r["seed"], size) in one]
+        here = [row for (_, at), row in one.items() if at == size]
+        made.append(
+            {
+                **dict(zip(("tokens", "depth", "width"), size)),
+                "static": round(mean(r["top1"] for r in alone), 2),
+                "static_gmacs": alone[0]["gmacs"],
+                "adaptive": round(mean(r["top1"] for r in here), 2) if here else None,
+                "gmacs": here[0]["gmacs"] if here else None,
+                "difference": round(mean(gaps), 2) if gaps else None,
+                "spread": round(stdev(gaps), 2) if len(gaps) > 1 else None,
+                "seeds": len(alone),
+            }
+        )
+    return made
+
+
+def markdown(table: Sequence[dict[str, Any]]) -> str:
+    lines = ["| tokens, depth, width | adaptive | GMACs | static | GMACs | difference | seeds |", "|---" * 7 + "|"]
+    for row in table:
+        size = f"{row['tokens']}, {row['depth']}, {row['width']}"
+        cells = [size, row["adaptive"], row["gmacs"], row["static"], row["static_gmacs"]]
+        spread = "" if row["spread"] is None else f" ± {row['spread']:.2f}"
+        cells += ["" if row["difference"] is None else f"{row['difference']:+.2f}{spread}", row["seeds"]]
+        lines.append("| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,132 @@
+"""One network against those of one setting each: results, what is not made again, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import dwindle
+from dwindle import recipes
+from dwindle.adaperceiver.compare import AdaCompare, AdaComparison, markdown, summarised
+from dwindle.train.recipe import changed
+from test_cli import refused, run
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    root, draw = tmp_path_factory.mktemp("ada compare"), np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 4)):
+        for c, colour in enumerate("rgb"):
+            (root / "data" / split / colour).mkdir(parents=True)
+            for i in range(count):
+                pixels = draw.integers(0, 120, (32, 32, 3))
+                pixels[..., c] += 100
+                Image.fromarray(pixels.astype(np.uint8)).save(root / "data" / split / colour / f"{i}.png")
+    return {"data": root / "data", "out": root / "runs", "results": root / "results"}
+
+
+LINE = "compare ada_tiny_compare --data {data} --out {out} --results {results} --device cpu"
+
+
+def test_static_networks_are_trained_as_their_recipe_says(tmp_path):
+    plan = recipes.ada_cifar100_compare()
+    work = AdaCompare("test", plan, "nowhere", tmp_path / "runs", tmp_path)
+    for size, settings in {
+        (32, 6, 96): ["method.tokens=(32,)", "method.depth=6", "method.ffn_ratio=2.0"],
+        (64, 9, 144): ["method.tokens=(64,)", "method.depth=9", "method.ffn_ratio=3.0"],
+        (96, 12, 192): ["method.depth=12", "method.ffn_ratio=4.0"],
+    }.items():
+        alone = work._alone(plan.base, size)
+        assert dataclasses.asdict(alone) == dataclasses.asdict(changed(recipes.ada_static_cifar100(), settings))
+        alone.check()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dwindle.AdaPerceiver, "_start", lambda self: None)
+            network = dwindle.AdaPerceiver.preset("small", **alone.method_options)
+        assert network.hidden(network.width) == work.whole.hidden(size[2]) and network.depth == size[1]
+
+
+def test_everything_is_made_once(places, monkeypatch):
+    done = run(LINE + " --only adaptive", **places)
+    assert done.code == 0 and done.json["results"] == []
+    done = run(LINE, **places)
+    rows = done.json["results"]
+    assert [(r["tokens"], r["depth"], r["width"]) for r in rows] == [(4, 2, 16), (16, 4, 32)]
+    assert all(r["difference"] == round(r["adaptive"] - r["static"], 2) for r in rows)
+    folder = places["results"] / "ada_tiny_compare"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        *("adaptive-s0.json", "policies-s0.json", "static_4-2-16-s0.json", "static_16-4-32-s0.json"),
+        *("table.md", "tradeoff-s0.png", "interpolation-s0.png"),
+    }
+    adaptive = json.loads((folder / "adaptive-s0.json").read_text())
+    assert len(adaptive["rows"]) == 36 and [row["tokens"] for row in adaptive["between"]] == [4, 6, 8, 16]
+    policies = json.loads((folder / "policies-s0.json").read_text())
+    assert len(policies["rows"]) == 3 + 3 + 2 * 2 + 1 and policies["images"] == 12
+    small = json.loads((folder / "static_4-2-16-s0.json").read_text())
+    network = dwindle.load(places["out"] / "static_4-2-16-s0")
+    assert (network.tokens, network.depth, network.hidden(32)) == ((4,), 2, 41) and small["epochs"] == 1
+
+    monkeypatch.setattr("dwindle.adaperceiver.compare.AdaRun", None)  # what is there is not made again
+    monkeypatch.setattr("dwindle.adaperceiver.compare.judged", None)
+    assert run(LINE, **places).json == done.json
+    refused(run(LINE + " --set epochs=4", **places), "was made with epochs=3 (now 4)")
+
+
+def test_a_killed_training_goes_on(places, tmp_path, monkeypatch):
+    from dwindle.adaperceiver.train import AdaRun
+
+    here = places | {"out": tmp_path / "runs", "results": tmp_path / "results"}
+    epochs = AdaRun.epochs
+
+    def killed(self, tick):
+        for row in epochs(self, tick):
+            yield row
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(AdaRun, "epochs", killed)
+    run(LINE + " --only adaptive", **here)
+    assert not list((tmp_path / "results" / "ada_tiny_compare").iterdir())
+    monkeypatch.setattr(AdaRun, "epochs", epochs)
+    run(LINE + " --only adaptive", **here)
+    whole = places | {"out": tmp_path / "whole", "results": tmp_path / "theirs"}
+    run(LINE + " --only adaptive", **whole)
+    path = ("ada_tiny_compare", "adaptive-s0.json")
+    ours, theirs = (json.loads(place["results"].joinpath(*path).read_text()) for place in (here, whole))
+    assert ours["rows"] == theirs["rows"]
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ("--only policies", "run 'adaptive' first"),
+        ("--only everything", "known: adaptive, policies, static 16-4-32, static 4-2-16"),
+        ("--set method.depth=2", "a comparison has methods and seeds of its own"),
+        ("--set seed=1", "a comparison has methods and seeds of its own"),
+    ],
+)
+def test_refused(places, tmp_path, more, said):
+    refused(run(f"{LINE} {more}", **places | {"out": tmp_path / "runs", "results": tmp_path / "results"}), said)
+
+
+@pytest.mark.parametrize("size", [(5, 2, 16), (4, 9, 16), (4, 2, 20), (4, 0, 16)])
+def test_sizes_that_the_network_does_not_have(tmp_path, size):
+    plan = AdaComparison(recipes.ada_tiny_compare().base, sizes=(size,))
+    with pytest.raises(dwindle.DwindleError, match="has nothing to be compared with"):
+        AdaCompare("test", plan, "nowhere", tmp_path, tmp_path)
+
+
+def test_means_over_seeds():
+    def of(seed: int, one: float, alone: float) -> list[dict]:
+        row = {"tokens": 4, "depth": 2, "width": 16, "top1": one, "gmacs": 0.5}
+        static = {"name": "static 4-2-16", "seed": seed, "setting": [4, 2, 16], "top1": alone, "gmacs": 0.4}
+        return [{"name": "adaptive", "seed": seed, "rows": [row]}, static]
+
+    (row,) = summarised(of(0, 60.0, 58.0) + of(1, 61.0, 62.0))
+    assert (row["adaptive"], row["static"], row["difference"], row["spread"]) == (60.5, 60.0, 0.5, 2.12)
+    assert "| 4, 2, 16 | 60.5 | 0.5 | 60.0 | 0.4 | +0.50 ± 2.12 | 2 |" in markdown([row])
+    (row,) = summarised(of(0, 60.0, 58.0)[1:])  # the adaptive one is still to come
+    assert row["adaptive"] is None and row["difference"] is None and markdown([row]).endswith("| 58.0 | 0.4 |  | 1 |\n")
