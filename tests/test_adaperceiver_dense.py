@@ -11,6 +11,8 @@ import dwindle
 from dwindle.adaperceiver.dense import IGNORED, DenseRecipe, DenseRun, Scenes, Score, maps, metres, predict, task_loss
 from dwindle.train.recipe import changed
 from test_adaperceiver import images, tiny
+from test_cli import refused
+from test_cli import run as command
 
 
 def scene(draw) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -56,6 +58,57 @@ def test_learns_shapes(shapes, tmp_path, task, name):
     x = work.eval_images[0][0][None]
     sizes = {tuple(predict(model, x, task, tokens=t).shape) for t in (1, 4, 16, 30)}
     assert sizes == {(1, 32, 32)}
+
+
+@pytest.mark.parametrize("task, name", [("segmentation", "miou"), ("depth", "rmse")])
+def test_a_dense_checkpoint_is_evaluated_and_drawn(shapes, tmp_path, task, name):
+    """By the commands: at every setting what its run finds, a map for each number of tokens, and plain refusals."""
+    work = run(shapes, tmp_path / "run", f"task={task}", "epochs=1", "method.mask=open")
+    numbers = list(work.epochs())[-1]
+    places = {"run": tmp_path / "run", "data": shapes, "out": tmp_path / "out"}
+    line = "eval {run} --data {data} --workers 0 --batch 5 --device cpu"
+    found = command(line, **places).json
+    assert found[name] == pytest.approx(numbers[name], abs=1e-3) and found["images"] == 12
+    assert found["gmacs"] == found["gmacs_static"] == numbers["gmacs"]
+    fewest = command(line + " --tokens 4", **places).json
+    assert fewest[name] == pytest.approx(numbers[f"{name}_fewest_tokens"], abs=1e-3)
+    assert fewest["gmacs"] < found["gmacs"] and fewest["tokens"] == 4
+    assert command(line + " --limit 3 --width 16 --depth 2", **places).json["images"] == 3
+
+    photos = " ".join(str(shapes / "val" / "images" / f"{i}.png") for i in range(2))
+    seen = command(f"view {{run}} {photos} --out {{out}} --device cpu", **places).json
+    assert [row["image"] for row in seen["images"]] == ["0.png", "1.png"] and len(seen["figures"]) == 2
+    if task == "depth":
+        assert all(0 < row["nearest_m"] <= row["farthest_m"] for row in seen["images"])
+    else:
+        assert all(0.5 < sum(row["classes"].values()) <= 1.002 for row in seen["images"])
+
+    refused(command(line + " --exit 0.5", **places), "--exit 0.5 is for networks that classify")
+    refused(command(line + " --policy p", **places), "--policy p is for networks that classify")
+    refused(command(line + " --tokens 999", **places), "from 1 to 64")
+    refused(command("eval {run} --data {out} --device cpu", **places), "lacks val/images")
+
+
+def test_features_are_no_maps(shapes, tmp_path):
+    dwindle.save(tiny(torch.float32, outputs="dense"), tmp_path / "features")
+    for line in ("eval {model} --data {data}", "view {model} {photo}"):
+        places = {"model": tmp_path / "features", "data": shapes, "photo": shapes / "val" / "images" / "0.png"}
+        refused(command(line + " --device cpu", **places), "gives features of patches, no maps")
+
+
+def test_names_of_classes(tmp_path):
+    draw = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for part, i in (("images", 0), ("masks", 1)):
+            (tmp_path / split / part).mkdir(parents=True)
+            Image.fromarray(scene(draw)[i]).save(tmp_path / split / part / "a.png")
+    assert Scenes(str(tmp_path), "train", "segmentation").count_classes() == 3
+    (tmp_path / "classes.txt").write_text("noise\nred\nblue\ngreen\n\n")
+    scenes = Scenes(str(tmp_path), "train", "segmentation")
+    assert scenes.count_classes() == 4 and scenes.classes == ["noise", "red", "blue", "green"]
+    list(run(tmp_path, tmp_path / "run", "epochs=1").epochs())
+    model = dwindle.load(tmp_path / "run")
+    assert model.classes == 4 and model.extra["classes"] == scenes.classes
 
 
 def test_only_the_write_head_learns(shapes, tmp_path):
@@ -132,3 +185,11 @@ def test_bad_data(shapes, tmp_path):
         Scenes(str(tmp_path), "train", "segmentation")[0]
     with pytest.raises(dwindle.DwindleError, match="dense network"):
         predict(tiny(), images())
+    (tmp_path / "val").symlink_to(tmp_path / "train")
+    Image.fromarray(np.full((8, 8), 7, np.uint8)).save(tmp_path / "train" / "masks" / "a.png")
+    (tmp_path / "classes.txt").write_text("one\ntwo\n")
+    with pytest.raises(dwindle.DwindleError, match=r"a.png has the class 7, and known are 0 to 1"):
+        list(run(tmp_path, tmp_path / "run").epochs())
+    (tmp_path / "train" / "masks" / "a.png").write_bytes(b"no picture")
+    with pytest.raises(dwindle.DwindleError, match=r"Cannot decode the target .*a.png"):
+        Scenes(str(tmp_path), "train", "segmentation")[0]

@@ -13,7 +13,9 @@ from ..checkpoint import OWN, family_of
 from ..errors import DwindleError, unknown
 from ..files import write_text
 from ..model import Output
-from ..terminal import device_for, evaluated, finish, progress_bar, show_table
+from ..terminal import device_for, evaluated, finish, only_for, progress_bar, shared, show_table
+from ..train.data import limit as first
+from . import dense
 from .commands import load_network
 from .compare import POLICIES, markdown, summarised
 from .images import images_for, preprocess_for
@@ -45,7 +47,10 @@ def evaluate(
 ) -> None:
     """At one setting (the largest by default) or as a learned policy chooses; with images that leave where their
     confidence reaches `exit`."""
-    model = load_network(checkpoint)
+    model = load_network(checkpoint, dense=True)
+    if model.outputs == "dense":
+        only_for("networks that classify", policy=policy, exit=exit)
+        return _evaluate_dense(model, checkpoint, data, batch, limit, workers, device, setting)
     ask: Callable[[Tensor], Output] = partial(model, exit=exit, **setting)
     if policy is not None:
         chooser = load_policy(model, policy)
@@ -65,6 +70,27 @@ def evaluate(
     named = {name: value for name, value in chosen.items() if value is not None}
     show_table(f"{checkpoint} on {data} {named or '(largest setting)'}", list(result), [list(result.values())])
     finish(result | named)
+
+
+def _evaluate_dense(
+    model: AdaPerceiver,
+    checkpoint: str,
+    data: str,
+    batch: int,
+    limit: int | None,
+    workers: int,
+    device: str | None,
+    setting: dict[str, int | None],
+) -> None:
+    scenes: Any = dense.Scenes(data, "val", dense.task_of(model, checkpoint))
+    scenes = first(scenes, limit) if limit else scenes
+    scenes.known = model.classes
+    named: dict[str, Any] = {name: value for name, value in setting.items() if value is not None}
+    measure = partial(dense.evaluate, model, scenes, batch=batch, workers=workers, **named)
+    result = shared(lambda place, progress: measure(device=place, progress=progress), len(scenes), device)
+    if result is not None:
+        show_table(f"{checkpoint} on {data} {named or '(largest setting)'}", list(result), [list(result.values())])
+        finish(result | named)
 
 
 def bench(name: str, batches: Sequence[int], dtype: str, seconds: float, device: str | None) -> None:
@@ -125,11 +151,14 @@ def view(checkpoint: str, paths: Sequence[Path], out: Path, device: str | None) 
 
     if out.is_file():
         raise DwindleError(f"{out} is a file; --out is a folder for the figures.")
-    model, place = load_network(checkpoint), device_for(device)
+    model, place = load_network(checkpoint, dense=True), device_for(device)
     prepare, names = preprocess_for(model), model.extra.get("classes")
+    task = dense.task_of(model, checkpoint) if model.outputs == "dense" else None
     model.eval().to(place)
     photos = [load_image(path) for path in paths]
     out.mkdir(parents=True, exist_ok=True)
+    if task is not None:
+        return _view_dense(model, task, list(zip(paths, photos)), out, place, checkpoint)
     rows: list[dict[str, Any]] = []
     figures = []
     for path, photo, stem in zip(paths, photos, file_stems([path.stem for path in paths])):
@@ -151,4 +180,33 @@ def view(checkpoint: str, paths: Sequence[Path], out: Path, device: str | None) 
         figures.append(certainty(model, prepare.seen(photo), sure, out / f"{stem}.png", title))
     columns = ["image", "label", "confidence", "depth", "gmacs"]
     show_table(checkpoint, columns, [[row[c] for c in columns] for row in rows])
+    finish({"images": rows, "figures": [str(figure) for figure in figures]})
+
+
+def _view_dense(
+    model: AdaPerceiver, task: str, photos: Sequence[tuple[Path, Any]], out: Path, place: str, checkpoint: str
+) -> None:
+    """Each photograph's map, drawn from every trained number of tokens."""
+    from ..drawing import file_stems
+    from .figures import maps
+
+    rows: list[dict[str, Any]] = []
+    figures = []
+    counts, names = model.tokens[:: -(-len(model.tokens) // 4)], model.extra.get("classes")
+    counts = (*[t for t in counts if t != model.tokens[-1]], model.tokens[-1])
+    for (path, photo), stem in zip(photos, file_stems([path.stem for path, _ in photos])):
+        x = dense.squeezed(dense.pixels(photo), model.image, preprocess_for(model))[None].to(place)
+        seen = {f"{t} tokens": dense.predict(model, x, task, tokens=t)[0].cpu() for t in counts}
+        last = seen[f"{counts[-1]} tokens"]
+        row: dict[str, Any] = {"image": path.name}
+        if task == "segmentation":
+            shares = last.flatten().bincount().double() / last.numel()
+            most = shares.argsort(descending=True)[:3].tolist()
+            row["classes"] = {names[c] if names else str(c): round(float(shares[c]), 3) for c in most if shares[c]}
+        else:
+            row |= {"nearest_m": round(float(last.min()), 2), "farthest_m": round(float(last.max()), 2)}
+        rows.append(row)
+        title = f"{task.capitalize()} at the image's resolution, whatever the number of tokens"
+        figures.append(maps(photo, {k: v.numpy() for k, v in seen.items()}, task, names, out / f"{stem}.png", title))
+    show_table(checkpoint, list(rows[0]), [[str(value) for value in row.values()] for row in rows])
     finish({"images": rows, "figures": [str(figure) for figure in figures]})

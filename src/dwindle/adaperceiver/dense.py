@@ -7,7 +7,7 @@ is known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from ..images import Preprocess, load_image
 from ..train.batches import loader
 from ..train.data import EXTENSIONS, Images
 from ..train.data import limit as first
+from .images import preprocess_for
 from .model import AdaPerceiver
 from .recipe import AdaRecipe
 from .train import AdaRun
@@ -63,13 +64,16 @@ class Scenes(Images):
         self.task, self.targets = task, [by_name[path.stem] for path in found]
         super().__init__(folder, partial(_image, found), np.zeros(len(found)))
         self.num_classes, self.size, self.train = 1, 224, False
+        self.known: int | None = None  # how many classes a mask may have
         self.preprocess = Preprocess()
+        listed = Path(folder) / "classes.txt"
+        if task == "segmentation" and listed.is_file():
+            self.classes = [line.strip() for line in listed.read_text().splitlines() if line.strip()]
 
     def count_classes(self) -> int:
         """From classes.txt, a name per line, or by looking at every mask."""
-        listed = Path(self.name) / "classes.txt"
-        if listed.is_file():
-            return len([line for line in listed.read_text().splitlines() if line.strip()])
+        if self.classes:
+            return len(self.classes)
         if self.shift:
             return 150
         largest = 0
@@ -79,22 +83,29 @@ class Scenes(Images):
         return largest + 1
 
     def target(self, i: int) -> np.ndarray:
-        with Image.open(self.targets[int(self.rows[i])]) as image:
-            values = np.asarray(image)
+        path = self.targets[int(self.rows[i])]
+        try:
+            with Image.open(path) as image:
+                values = np.asarray(image)
+        except Exception as error:  # damaged bytes may make a decoder raise anything
+            raise DwindleError(f"Cannot decode the target {path}: {error}; replace it.") from error
         if values.ndim != 2:
-            raise DwindleError(
-                f"{self.targets[int(self.rows[i])]} has several channels, and a target one number a pixel; convert it."
-            )
+            raise DwindleError(f"{path} has several channels, and a target one number a pixel; convert it.")
         if self.task == "depth":
             return values.astype(np.float32) / 1000
         values = values.astype(np.int64)
         if self.shift:  # ADE20K: 0 is "other", which does not count
             values = np.where(values == 0, IGNORED, values - 1)
+        largest = int(values[values != IGNORED].max(initial=0))
+        if self.known is not None and largest >= self.known:
+            raise DwindleError(
+                f"{path} has the class {largest}, and known are 0 to {self.known - 1} ({IGNORED} is left out); name "
+                "all classes in classes.txt beside the splits, or mend the mask."
+            )
         return values
 
     def __getitem__(self, i: int) -> tuple[Tensor, Any]:
-        photo, target = self.image(i), torch.from_numpy(self.target(i))
-        x = torch.from_numpy(np.asarray(photo).copy()).permute(2, 0, 1).float() / 255
+        x, target = pixels(self.image(i)), torch.from_numpy(self.target(i))
         if x.shape[-2:] != target.shape:
             raise DwindleError(
                 f"{self.targets[int(self.rows[i])]} is not as large as its image ({tuple(target.shape)}, not "
@@ -109,11 +120,21 @@ class Scenes(Images):
             x, y = (v[:, top : top + height, left : left + width] for v in (x, y))
             if torch.rand(()) < 0.5:
                 x, y = x.flip(-1), y.flip(-1)
-        size = (self.size, self.size)
-        x = F.interpolate(x[None], size=size, mode="bilinear", antialias=True)[0]
-        y = F.interpolate(y[None], size=size, mode="nearest-exact")[0, 0]  # classes and holes do not blend
-        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (self.preprocess.mean, self.preprocess.std))
-        return (x - mean) / std, y.float() if self.task == "depth" else y.long()
+        # Classes and holes do not blend.
+        y = F.interpolate(y[None], size=(self.size, self.size), mode="nearest-exact")[0, 0]
+        return squeezed(x, self.size, self.preprocess), y.float() if self.task == "depth" else y.long()
+
+
+def pixels(photo: Image.Image) -> Tensor:
+    """(3, height, width) from 0 to 1."""
+    return torch.from_numpy(np.asarray(photo).copy()).permute(2, 0, 1).float() / 255
+
+
+def squeezed(x: Tensor, side: int, preprocess: Preprocess) -> Tensor:
+    """An image's `pixels`, whole, as the square that a network takes."""
+    x = F.interpolate(x[None], size=(side, side), mode="bilinear", antialias=True)[0]
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (preprocess.mean, preprocess.std))
+    return (x - mean) / std
 
 
 def _places(folder: Path, split: str, task: str) -> tuple[Path, Path, bool]:
@@ -158,6 +179,7 @@ class DenseRun(AdaRun):
             train, held = first(train, limit), first(held, limit)  # type: ignore[assignment]
         if task == "segmentation":
             train.num_classes = held.num_classes = self.recipe.method_options.get("classes") or train.count_classes()
+            train.known = held.known = train.num_classes
         self.train_images, self.eval_images = train, held
 
     def _build(self) -> AdaPerceiver:
@@ -193,6 +215,41 @@ class DenseRun(AdaRun):
         name, found = scores[0].name, [round(score.value, 4) for score in scores]
         gmacs = round(model.static_macs() / 1e9, 4)
         return {name: found[-1], f"{name}_fewest_tokens": found[0], "gmacs": gmacs, "images": len(self.eval_images)}
+
+
+@torch.inference_mode()
+def evaluate(
+    model: AdaPerceiver,
+    scenes: Any,
+    *,
+    batch: int = 16,
+    workers: int = 2,
+    device: str | torch.device = "cpu",
+    progress: Callable[[int], None] = lambda images: None,
+    **setting: Any,
+) -> dict[str, Any]:
+    """mIoU or RMSE of a trained network on `Scenes` at one setting, and its cost."""
+    place = torch.device(device)
+    model.eval().to(place)
+    scenes.size, scenes.preprocess, scenes.transform = model.image, preprocess_for(model), True
+    score, macs = Score(scenes.task, model.classes), 0.0
+    for x, y in loader(scenes, batch, workers=workers):
+        out = model(x.to(place), **setting)
+        score.add(maps(out.logits, model.grid((model.image,) * 2), (y.shape[-2], y.shape[-1])), y.to(place))
+        macs += float(model.macs(out.trace).sum())
+        progress(len(y))
+    cost = {"gmacs": round(macs / len(scenes) / 1e9, 4), "gmacs_static": round(model.static_macs() / 1e9, 4)}
+    return {score.name: round(score.value, 4), **cost, "images": len(scenes)}
+
+
+def task_of(model: AdaPerceiver, source: str) -> str:
+    """What a dense checkpoint was trained for."""
+    task = model.extra.get("recipe", {}).get("task")
+    if task not in TASKS:
+        raise DwindleError(
+            f"{source} gives features of patches, no maps; train it for a task first (dwindle train ada_segment)."
+        )
+    return task
 
 
 def task_loss(seen: Tensor, target: Tensor, task: str) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..drawing import canvas, save_figure, tidy
+from ..drawing import canvas, save_figure, show, tidy
 from ..errors import DwindleError
 from .model import AdaPerceiver
 
@@ -101,6 +101,47 @@ def certainty(model: AdaPerceiver, picture: Any, sure: Tensor, path: Path, title
     axis.set_yticks(range(model.depth), [str(d + 1) if d % 2 or model.depth < 8 else "" for d in range(model.depth)])
     axis.set(xlabel="tokens", ylabel="blocks")
     figure.colorbar(shown, ax=axis, label="chance of the final answer")
+    return save_figure(figure, path)
+
+
+def maps(
+    photo: Any, seen: dict[str, np.ndarray], task: str, names: Sequence[str] | None, path: Path, title: str
+) -> Path:
+    """A photograph beside maps of it (H, W), classes or metres, each brought to the photograph's proportions."""
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    width, height = photo.size
+    tall = min(max(2.6 * height / width, 1.3), 5.2)
+    figure = canvas(2.6 * (len(seen) + 1), tall + 1.2, title)
+    axes = figure.subplots(1, len(seen) + 1, squeeze=False)[0]
+    show(axes[0], np.asarray(photo), "image")
+    first, *_ = seen.values()
+    shape = {"aspect": (height / width) * (first.shape[1] / first.shape[0]), "interpolation": "nearest"}
+    if task == "depth":
+        low, high = min(float(m.min()) for m in seen.values()), max(float(m.max()) for m in seen.values())
+        for axis, (name, values) in zip(axes[1:], seen.items()):
+            show(axis, values, name, vmin=low, vmax=high, cmap="viridis_r", **shape)
+        figure.colorbar(axes[-1].images[0], ax=axes[1:], label="metres", shrink=0.8)
+        return save_figure(figure, path)
+    # Colours go to the classes that occur, the most frequent first.
+    classes, counts = np.unique(np.concatenate([m.ravel() for m in seen.values()]), return_counts=True)
+    order = classes[np.argsort(-counts, kind="stable")]
+    colours = ListedColormap([colormaps["tab20"](i % 20) for i in range(len(order))])
+    rank = np.zeros(int(classes.max()) + 1, dtype=int)
+    rank[order] = np.arange(len(order))
+    for axis, (name, values) in zip(axes[1:], seen.items()):
+        show(axis, rank[values], name, cmap=colours, vmin=-0.5, vmax=len(order) - 0.5, **shape)
+    labels = [names[c] if names and c < len(names) else f"class {c}" for c in order[:8]]
+    figure.legend(
+        [Patch(color=colours(i)) for i in range(len(labels))],
+        labels,
+        loc="outside lower center",
+        ncols=min(len(labels), 4),
+        frameon=False,
+        fontsize=9,
+    )
     return save_figure(figure, path)
 
 
