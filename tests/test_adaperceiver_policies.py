@@ -279,7 +279,7 @@ def test_grid_of_a_dense_network(places):
         ("eval {ada} --data {data} --exit 2", "2"),
         ("eval {ada} --data {data} --threshold 0.5", "models whose tokens halt"),
         ("eval aht_deit_tiny_imagenet --data {data} --depth 3", "an AdaPerceiver"),
-        ("eval {dense} --data {data}", "that classifies"),
+        ("eval {dense} --data {data}", "features of patches, no maps"),
         ("view {ada} {root}/x.png", "x.png"),
         ("bench {ada} --data {data}", "models whose tokens halt"),
         ("bench adaperceiver_huge", "huge"),

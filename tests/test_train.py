@@ -237,6 +237,13 @@ def test_saving_less_often_loses_no_more_than_asked(data, tmp_path):
     assert saved == [False, True, True]
 
 
+def test_epochs_that_take_long_are_all_saved(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("dwindle.train.loop.PATIENCE", 0.0)
+    run = Run(small(epochs=3, save_every=100), data, tmp_path / "run", device="cpu")
+    for numbers in run.epochs():
+        assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["epoch"] == numbers["epoch"]
+
+
 def test_packed_training_is_masked_training(data, tmp_path):
     losses = []
     for layout in ("masked", "packed"):

@@ -256,15 +256,15 @@ class Write(CrossAttention):
 
 
 def fold(write: Write, latents: Tensor, weight: Tensor, bias: Tensor, keep: Tensor | None) -> Tensor:
-    x, width = write.norm_source(latents), latents.shape[-1]
+    x, width, heads = write.norm_source(latents), latents.shape[-1], write.heads
     fine = torch.promote_types(x.dtype, torch.float32)
-    score = torch.einsum("bnd,nhd->bhn", x, weight.to(x.dtype)).to(fine) + bias.to(fine).T  # (B, H, N)
-    score = score[:, :, None]  # (B, H, 1, N)
+    score = torch.bmm(x.transpose(0, 1), weight.to(x.dtype).mT).permute(1, 2, 0).to(fine) + bias.to(fine).T  # (B, H, N)
     if keep is not None:
-        score = score.masked_fill(~keep, -torch.inf)  # (B, H, G, N)
-    pooled = torch.einsum("bhgn,bnd->bghd", score.softmax(-1).to(x.dtype), x)
-    values = write.kv.weight[width:].unflatten(0, (write.heads, -1)).to(x.dtype)  # (H, K, D)
-    out = torch.einsum("bghd,hkd->bghk", pooled, values).flatten(2)
+        score = score[:, :, None].masked_fill(~keep, -torch.inf).flatten(1, 2)  # (B, H G, N)
+    pooled = torch.bmm(score.softmax(-1).to(x.dtype), x)  # (B, H G, D)
+    pooled = pooled.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)  # (H, B G, D)
+    values = write.kv.weight[width:].unflatten(0, (heads, -1)).to(x.dtype)  # (H, K, D)
+    out = torch.bmm(pooled, values.mT).transpose(0, 1).reshape(len(x), -1, width)  # (B, G, D)
     return write.proj(out + write.kv.bias[width:].to(x.dtype))
 
 

@@ -39,6 +39,7 @@ from .step import WORTH_COMPILING, Step, full_state, load_full_state, shard
 from .teaching import Answers
 
 log = logging.getLogger("dwindle")
+PATIENCE = 60.0  # seconds after which an epoch is saved whatever `save_every` says: it is for epochs of seconds
 LARGE = 10_000  # training images; fewer are learnt by heart
 
 
@@ -222,7 +223,7 @@ class Run:
 
     def epochs(self, tick: Any = None) -> Iterator[dict[str, float]]:
         """Train what is left to train. `tick(step, steps, terms)` is called after every step."""
-        recipe = self.recipe
+        recipe, saved = self.recipe, time.monotonic()
         while self.epoch < recipe.epochs:
             numbers = self._train_epoch(tick)
             self.epoch += 1
@@ -233,8 +234,10 @@ class Run:
                 numbers |= self.evaluate()
             numbers = {"epoch": self.epoch, **numbers}
             self.history.append(numbers)
-            if last or self.epoch % recipe.save_every == 0:
+            due = ranks.gathered(time.monotonic() - saved > PATIENCE)[0]  # saving is the work of all processes
+            if last or due or self.epoch % recipe.save_every == 0:
                 self._save()
+                saved = time.monotonic()
             yield numbers
 
     def evaluate(self, layout: str = "packed", model: AdaptiveViT | None = None) -> dict[str, float]:

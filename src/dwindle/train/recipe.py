@@ -60,7 +60,7 @@ class Recipe:
     workers: int = 2
     seed: int = 0
     eval_every: int = 1  # epochs
-    save_every: int = 1  # epochs; what a kill may cost
+    save_every: int = 1  # epochs; what a kill may cost, if they take less than a minute together
 
     def check(self) -> None:
         """Settings that cannot work, before anything is read or written."""
