@@ -174,6 +174,36 @@ def test_a_learned_choice_in_the_table_is_what_runs(seen):
         assert row["gmacs"] == pytest.approx(cost, abs=1e-4) and row["policy"].startswith("RL (settings, lambda = 0.1")
 
 
+@pytest.mark.parametrize("looks", [None, [2], [1, 3], [3, 1, 3], [4], [1, 2, 3, 4]])
+def test_early_exit_after_some_blocks(seen, looks):
+    """The table and the network agree on answers, depths, read-outs and cost; none leaves elsewhere."""
+    model, x, y, _, found = seen
+    threshold, picked = float(found.confidence[-1, :-1].median()), torch.arange(48) % 3
+    most = torch.tensor([4, 3, 4, 2])[torch.arange(48) % 4]
+    tokens = torch.tensor(model.tokens)[picked]
+    for limit in (None, most):
+        out = model(x, tokens, limit, exit=threshold, exits=looks)
+        correct, macs = rules.early_exit(model, found, threshold, picked, limit, looks)
+        assert torch.equal(correct, out.logits.argmax(-1) == y)
+        torch.testing.assert_close(macs, model.macs(out.trace))
+        depths = out.trace.depth.amax(-1)
+        assert torch.equal(depths, rules.exits(found, threshold, picked, limit, looks))
+        early = depths < (4 if limit is None else limit)
+        assert set(depths[early].tolist()) <= set(looks or (1, 2, 3)) and (early.any() or looks == [4])
+        looked = out.trace.stack("read").amax(-1).sum(0)  # (B,)
+        expected = [1 + len({at for at in looks or (1, 2, 3, 4) if at < depth}) for depth in depths.tolist()]
+        assert looked.tolist() == expected
+
+
+def test_bad_exits(seen):
+    model, x = seen[0], seen[1]
+    for given in ([], [0], [5], [2.5]):
+        with pytest.raises(dwindle.DwindleError, match=r"exits = .*from 1 to 4"):
+            model(x, exit=0.5, exits=given)
+    with pytest.raises(dwindle.DwindleError, match="give exit, the confidence"):
+        model(x, exits=[2])
+
+
 def test_a_policy_is_kept(seen, tmp_path):
     model, x = seen[0], seen[1]
     for choices in (rules.token_choices(model), [(4, 2), (16, 3), (16, 4)]):
@@ -216,10 +246,14 @@ def places(tmp_path_factory):
 
 def test_policies_command(places):
     line = "policies {ada} --data {data} --epochs 1 --prices 0.1 --batch 4 --out {root}/table --device cpu"
-    line += " --thresholds 0.5,0.9,0.95"
+    line += " --thresholds 0.5,0.9,0.95 --exits 2,3"
     done = run(line, **places)
     rows = done.json["rows"]
-    assert len(rows) == 3 + 9 + 2 * 4 + 1 and done.json["images"] == 15
+    assert len(rows) == 3 + 2 * 9 + 2 * 4 + 1 and done.json["images"] == 15
+    (row,) = (r for r in rows if r["policy"] == "exit (t = 16, tau = 0.5, after 2-3)")
+    found = run("eval {ada} --data {data} --exit 0.5 --exits 2,3 --device cpu", **places).json
+    assert found["top1"] == pytest.approx(row["top1"], abs=1e-2) and found["exits"] == [2, 3]
+    assert found["gmacs"] == pytest.approx(row["gmacs"], abs=1e-4)
     assert all({"policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"} <= set(row) for row in rows)
     assert json.loads((places["root"] / "table" / "policies.json").read_text()) == rows
     for kind in ("tokens", "settings"):
@@ -263,6 +297,11 @@ def test_grid_of_a_dense_network(places):
         ("policies {ada} --data {data} --thresholds nan", "--thresholds nan"),
         ("policies {ada} --data {data} --prices 0.1,inf", "--prices 0.1,inf"),
         ("policies {ada} --data {data} --out {ada}/config.json", "file of that name"),
+        ("eval {ada} --data {data} --exits 2", "give exit, the confidence"),
+        ("eval {ada} --data {data} --exit 0.5 --exits 2,9", "from 1 to 4"),
+        ("eval {ada} --data {data} --exit 0.5 --exits two", "--exits two"),
+        ("eval aht_deit_tiny_imagenet --data {data} --exits 2", "--exits 2 is for an AdaPerceiver"),
+        ("policies {ada} --data {data} --exits 7", "exits = 7"),
         ("eval {ada} --data {data} --policy nowhere.safetensors", "nowhere.safetensors is missing"),
         ("eval {ada} --data {data} --policy {ada}/config.json", "truncated or no safetensors file"),
         ("eval {ada} --data {data} --policy {ada}/model.safetensors", "holds no learned policy"),

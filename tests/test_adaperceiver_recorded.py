@@ -68,7 +68,7 @@ def test_leaving_is_the_run(place, readouts):
     for readout in model.readouts:
         readout.head.weight.mul_(4)
     x, recorder, seen = images(21).to(place), Recorder(model), set()
-    recorder.most = 40
+    recorder.most = 60
     for setting in SETTINGS:
         sure = model.run(x, *setting, exit=1.0).logits.softmax(-1).amax(-1).sort().values.tolist()
         for exit in (1e-6, sure[3], sure[10], sure[17], 1.0):
@@ -78,9 +78,15 @@ def test_leaving_is_the_run(place, readouts):
                     same(ours, theirs)
                     assert torch.equal(model.macs(ours.trace), model.macs(theirs.trace))
                 seen |= set(theirs.trace.depth.amax(-1).tolist())
+    for looks in ([2], [3, 1], [1, 2, 3, 4], [4]):
+        for depth in (4, 2):
+            for _ in range(2):
+                ours, theirs = (ask(x, 16, depth, 32, sure[3], looks) for ask in (recorder, model.run))
+                same(ours, theirs)
+                assert torch.equal(model.macs(ours.trace), model.macs(theirs.trace))
     assert seen == {1, 2, 3, 4}
     paths = made(recorder)
-    assert len(paths) == 3 * len(SETTINGS)  # whatever the threshold
+    assert len(paths) == 3 * len(SETTINGS) + 8  # whatever the threshold
     assert len({size for path in paths for _, size in path.graphs}) > 5
 
 
@@ -225,10 +231,13 @@ def test_who_is_recorded(place, monkeypatch):
         model(x)
         model(x, tokens=8, width=16)
         model(x, tokens=8, exit=0.5)
+        model(x, tokens=8, exit=0.5, exits=[2])
         for given in ({"exit": 0.5, "depth": [4] * 4}, {"tokens": [8] * 4}, {"depth": torch.tensor([1, 2, 3, 4])}):
             model(x, **given)
         with pytest.raises(dwindle.DwindleError, match="in \\(0, 1\\]"):
             model(x, exit=1.5)
+        with pytest.raises(dwindle.DwindleError, match="give exit, the confidence"):
+            model(x, exits=[2])
         with pytest.raises(dwindle.DwindleError, match="from 1 to 64"):
             model(x, tokens=0)
         with pytest.raises(dwindle.DwindleError, match="whole number"):
@@ -236,7 +245,7 @@ def test_who_is_recorded(place, monkeypatch):
         model.train()(x)
         model.eval()
     model(x)
-    assert asked == [(16, 4, 32, None), (8, 4, 16, None), (8, 4, 32, 0.5)]
+    assert asked == [(16, 4, 32, None, None), (8, 4, 16, None, None), (8, 4, 32, 0.5, None), (8, 4, 32, 0.5, [2])]
 
 
 def test_a_copy_has_recordings_of_its_own(place):

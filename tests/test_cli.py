@@ -151,7 +151,7 @@ def test_commands_and_flags_are_frozen():
         "search": ["RECIPE", "--data", "--out", "--trials", "--holdout", "--set", "--limit", "--device"],
         "eval": [
             *("CHECKPOINT", "--data", "--layout", "--threshold", "--tau", "--tokens", "--depth", "--width", "--exit"),
-            *("--policy", "--batch", "--limit", "--workers", "--device"),
+            *("--exits", "--policy", "--batch", "--limit", "--workers", "--device"),
         ],
         "bench": ["MODEL", "--batch", "--fraction", "--dtype", "--seconds", "--static", "--data", "--device"],
         "view": ["CHECKPOINT", "IMAGES", "--out", "--threshold", "--tau", "--device"],
@@ -164,7 +164,7 @@ def test_commands_and_flags_are_frozen():
             *("--dtype", "--batch", "--limit", "--device"),
         ],
         "policies": [
-            *("CHECKPOINT", "--data", "--thresholds", "--prices", "--epochs"),
+            *("CHECKPOINT", "--data", "--thresholds", "--prices", "--exits", "--epochs"),
             *("--out", "--batch", "--limit", "--device"),
         ],
         "export": ["CHECKPOINT", "--to", "--out", "--budget", "--seconds"],

@@ -157,6 +157,7 @@ def evaluate(
     exit: Annotated[
         float | None, typer.Option(help="Of an AdaPerceiver: images leave at this confidence, in (0, 1].")
     ] = None,
+    exits: Annotated[str | None, typer.Option(help="With --exit: after these blocks only, such as 5,7,9.")] = None,
     policy: Annotated[
         Path | None, typer.Option(help="Of an AdaPerceiver: tokens and depth as this file of dwindle policies chooses.")
     ] = None,
@@ -186,8 +187,8 @@ def evaluate(
         for name in ("tokens", "depth"):
             given = setting[name]
             require(policy is None or given is None, f"--{name} {given}", "--policy chooses it, so leave it out")
-        return perceiver.evaluate(checkpoint, data, batch, limit, workers, device, exit, policy, **setting)
-    only_for("an AdaPerceiver", exit=exit, policy=policy, **setting)
+        return perceiver.evaluate(checkpoint, data, batch, limit, workers, device, exit, exits, policy, **setting)
+    only_for("an AdaPerceiver", exit=exit, exits=exits, policy=policy, **setting)
     if language.is_checkpoint(checkpoint):
         return language.evaluate(checkpoint, data, layout, threshold, tau, batch, limit, device)
     only_for("language models", tau=tau)

@@ -13,7 +13,7 @@ from ..checkpoint import OWN, family_of
 from ..errors import DwindleError, unknown
 from ..files import write_text
 from ..model import Output
-from ..terminal import device_for, evaluated, finish, only_for, progress_bar, shared, show_table
+from ..terminal import device_for, evaluated, finish, numbers, only_for, progress_bar, shared, show_table
 from ..train.data import limit as first
 from . import dense
 from .commands import load_network
@@ -42,6 +42,7 @@ def evaluate(
     workers: int,
     device: str | None,
     exit: float | None,
+    exits: str | None,
     policy: Path | None,
     **setting: int | None,
 ) -> None:
@@ -49,15 +50,16 @@ def evaluate(
     confidence reaches `exit`."""
     model = load_network(checkpoint, dense=True)
     if model.outputs == "dense":
-        only_for("networks that classify", policy=policy, exit=exit)
+        only_for("networks that classify", policy=policy, exit=exit, exits=exits)
         return _evaluate_dense(model, checkpoint, data, batch, limit, workers, device, setting)
-    ask: Callable[[Tensor], Output] = partial(model, exit=exit, **setting)
+    looks = numbers("--exits", exits, int) if exits else None
+    ask: Callable[[Tensor], Output] = partial(model, exit=exit, exits=looks, **setting)
     if policy is not None:
         chooser = load_policy(model, policy)
 
         def ask(images: Tensor) -> Output:
             chosen = chooser.to(images.device).choose(model.embed(images))
-            return model(images, *chosen, setting["width"], exit)
+            return model(images, *chosen, setting["width"], exit, looks)
 
     images = images_for(model, data, "test", limit)
     images.transform = preprocess_for(model).eval_transform()
@@ -66,7 +68,7 @@ def evaluate(
         return
     if policy is not None:
         result["gmacs"] = round(result["gmacs"] + chooser.macs / 1e9, 4)
-    chosen = setting | {"exit": exit, "policy": policy and str(policy)}
+    chosen = setting | {"exit": exit, "exits": looks, "policy": policy and str(policy)}
     named = {name: value for name, value in chosen.items() if value is not None}
     show_table(f"{checkpoint} on {data} {named or '(largest setting)'}", list(result), [list(result.values())])
     finish(result | named)

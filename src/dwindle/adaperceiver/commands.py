@@ -130,6 +130,9 @@ def policies(
     prices: Annotated[
         str, typer.Option(help="lambda of Eq. 14: for each, a policy of either kind is learned.")
     ] = "0.01,0.03,0.1",
+    exits: Annotated[
+        str | None, typer.Option(help="Early exit also after these blocks only: 5,7,9. Each look costs something.")
+    ] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the training images for each learned policy; 0: none.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Folder for the table and the learned policies.")] = None,
     batch: Annotated[int, typer.Option(help="Images at a time.")] = 128,
@@ -140,12 +143,16 @@ def policies(
     tokens and depth, and the oracle."""
     from . import policies as rules
     from .images import served_from
+    from .settings import check_exits
 
     _check(batch=(batch, 1), limit=(limit, 1), epochs=(epochs, 0))
     if out is not None:
         check_folder(out)
     model, place = load_network(checkpoint), device_for(device)
     taus, lambdas = numbers("--thresholds", thresholds, float), numbers("--prices", prices, float)
+    looks = numbers("--exits", exits, int) if exits else None
+    if looks:
+        check_exits(model, looks)
     if max(taus) > 1:
         raise DwindleError(f"--thresholds {thresholds}: they are confidences, in (0, 1].")
     served = served_from(model, data, "test", place, limit)
@@ -162,6 +169,7 @@ def policies(
             taus,
             lambdas,
             epochs,
+            looks=looks,
             device=place,
             progress=lambda what, images: bar.advance(tasks[what], images),
         )

@@ -85,8 +85,10 @@ class AdaPerceiver(Network):
         depth: Choice = None,
         width: Choice = None,
         exit: float | None = None,
+        exits: Sequence[int] | None = None,
     ) -> Output:
-        """Each setting is one number, or one per image. exit: leave where the answer's confidence reaches it.
+        """Each setting is one number, or one per image. exit: leave where the answer's confidence reaches it; exits:
+        after these blocks only, for each look at the answer costs something.
 
         In eval and without gradients it is `run` over weights packed once on a CPU; on a GPU, with one setting for all
         images, as CUDA graphs.
@@ -97,10 +99,10 @@ class AdaPerceiver(Network):
 
             if records(images):
                 (t,), (d,), (w,) = settings(self, tokens, depth, width, 1)
-                if exit is not None:  # a recording knows its images' shape, not their threshold
-                    check(self, images, exit)
-                return self.recorder(images, t, d, w, exit)
-        out = self.run(images, tokens, depth, width, exit, self.product(images))
+                if exit is not None or exits is not None:  # a recording knows its images' shape, not their threshold
+                    check(self, images, exit, exits)
+                return self.recorder(images, t, d, w, exit, exits)
+        out = self.run(images, tokens, depth, width, exit, exits, self.product(images))
         if self.checks and not (self.training or images.is_cuda or torch.compiler.is_compiling()):
             check_finite(out.logits, images)
         return out
@@ -121,12 +123,14 @@ class AdaPerceiver(Network):
         depth: Choice = None,
         width: Choice = None,
         exit: float | None = None,
+        exits: Sequence[int] | None = None,
         linear: Product = plain,
     ) -> Output:
         """`forward`, eager; where `linear` is not given, layers are called as modules. Images are grouped by tokens and
         width, which are sliced; in a group those that are done leave. So no image's result depends on another's.
         """
-        check(self, images, exit)
+        check(self, images, exit, exits)
+        looks = frozenset(range(1, self.depth) if exits is None else exits) if exit is not None else frozenset()
         count = len(images)
         t_B, d_B, w_B = settings(self, tokens, depth, width, count)
         groups: dict[tuple[int, int], list[int]] = {}
@@ -141,7 +145,9 @@ class AdaPerceiver(Network):
         with any_batch(shrinks and images.is_cuda):
             for (t, w), rows in sorted(groups.items()):
                 mine = patches if len(rows) == count else patches.index_select(0, on(images.device, rows))
-                for depth_done, some, answer, feature in self._group(mine, rows, d_B, t, w, exit, reads, linear):
+                for depth_done, some, answer, feature in self._group(
+                    mine, rows, d_B, t, w, exit or 1.0, looks, reads, linear
+                ):
                     left += some
                     logits.append(answer)
                     features.append(feature)
@@ -160,14 +166,16 @@ class AdaPerceiver(Network):
         d_B: list[int],
         t: int,
         w: int,
-        exit: float | None,
+        exit: float,
+        looks: frozenset[int],
         reads: Tensor,
         linear: Product,
     ) -> Iterator[tuple[int, list[int], Tensor, Tensor]]:
         """Run images of one token count and width; yields (depth, images, answers, output tokens) as they leave.
 
-        reads: (L, B) takes note of who was read out at which depth. The host waits for the device once a depth, where
-        confidences decide; those that go on are one selection.
+        looks: depths after which images leave whose confidence reaches `exit`; there everyone is read out, and the host
+        waits for the device. Those that go on are one selection. reads: (L, B) takes note of who was read out at which
+        depth.
         """
         turn, attend = self._prepare(t, patches)
         z, answers = (
@@ -182,9 +190,10 @@ class AdaPerceiver(Network):
         for at, block in enumerate(self.blocks, 1):
             z = block(z, turn, attend, self.hidden(w), linear=linear)
             due = [d_B[i] <= at for i in rows]
-            if exit is None and not any(due):
+            asks = at in looks
+            if not (asks or any(due)):
                 continue
-            if exit is not None:  # everyone is read out
+            if asks:  # everyone is read out
                 answer, feature = read_out(at, None, rows)
                 if not all(due):
                     sure = (answer.float().softmax(-1).amax(-1) >= exit).tolist()  # the one wait
@@ -195,7 +204,7 @@ class AdaPerceiver(Network):
                 continue
             leaving, staying = on(z.device, gone + stay).split([len(gone), len(stay)]) if stay else (None, None)
             some = [rows[n] for n in gone]
-            if exit is None:  # only those that leave are read out
+            if not asks:  # only those that leave are read out
                 answer, feature = read_out(at, leaving, some)
             else:
                 answer, feature = picked(answer, leaving), picked(feature, leaving)

@@ -26,6 +26,7 @@ from .grid import rows as settings
 from .model import AdaPerceiver
 
 Option = tuple[int, int]  # tokens and depth, at full width
+Looks = Sequence[int] | None  # depths after which images may leave; None: all
 SOME = 4096  # training images that tell how many blocks a number of tokens can do with
 
 
@@ -57,27 +58,33 @@ def fixed(model: AdaPerceiver, found: Grid) -> list[dict[str, Any]]:
     ]
 
 
-def exits(found: Grid, threshold: float, tokens: Tensor, most: Tensor | None = None) -> Tensor:
+def exits(found: Grid, threshold: float, tokens: Tensor, most: Tensor | None = None, looks: Looks = None) -> Tensor:
     """(n,) the depth, from 1, at which each image is sure enough; tokens: (n,) index of its granularity; most: (n,) the
-    depth at which it leaves in any case.
+    depth at which it leaves in any case; looks: depths after which it may leave before, None: all.
     """
     at = torch.arange(len(tokens))
     sure = found.confidence[-1][:, tokens, at] >= threshold  # (L, n)
+    if looks is not None:
+        sure[[depth - 1 for depth in range(1, len(sure) + 1) if depth not in looks]] = False
     sure[-1] = True
     depths = sure.int().argmax(0) + 1
     return depths if most is None else depths.minimum(most)
 
 
 def early_exit(
-    model: AdaPerceiver, found: Grid, threshold: float, tokens: Tensor, most: Tensor | None = None
+    model: AdaPerceiver,
+    found: Grid,
+    threshold: float,
+    tokens: Tensor,
+    most: Tensor | None = None,
+    looks: Looks = None,
 ) -> tuple[Tensor, Tensor]:
-    """I.2, each image by its own confidence: what was right (n,), and the MACs with a read-out at every depth."""
-    at, depths = torch.arange(len(tokens)), exits(found, threshold, tokens, most)
+    """I.2, each image by its own confidence: what was right (n,), and the MACs with a read-out at every look."""
+    at, depths = torch.arange(len(tokens)), exits(found, threshold, tokens, most, looks)
+    every = range(1, model.depth + 1)
+    reads = {d: 1 + len([look for look in (every if looks is None else set(looks)) if look < d]) for d in every}
     price = torch.tensor(
-        [
-            [float(setting_macs(model, t, d, model.width, reads=d)) for d in range(1, model.depth + 1)]
-            for t in model.tokens
-        ],
+        [[float(setting_macs(model, t, d, model.width, reads=reads[d])) for d in every] for t in model.tokens],
         dtype=torch.float64,
     )
     return found.correct[-1][depths - 1, tokens, at], price[tokens, depths - 1]
@@ -296,6 +303,7 @@ def judged(
     prices: Sequence[float],
     epochs: int,
     *,
+    looks: Looks = None,
     device: str | torch.device = "cpu",
     progress: Callable[[str, int], None] = lambda what, images: None,
 ) -> tuple[list[dict[str, Any]], list[Learned]]:
@@ -321,7 +329,7 @@ def judged(
         )
         for (kind, price), policy in zip(wanted, policies):
             made.append(Learned(kind, price, policy, choices(model, policy, test(), device)))
-    return table_6(model, found, [(one.price, one.policy, one.picked) for one in made], thresholds), made
+    return table_6(model, found, [(one.price, one.policy, one.picked) for one in made], thresholds, looks), made
 
 
 def _first(batches: Batches, images: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -338,9 +346,11 @@ def table_6(
     found: Grid,
     policies: Sequence[tuple[float, PolicyNetwork, Tensor]] = (),
     thresholds: Sequence[float] = (0.8, 0.9, 0.95),
+    looks: Looks = None,
 ) -> list[dict[str, Any]]:
-    """Every policy. Beside each: `fixed_top1`, what the trained numbers of tokens reach at its cost, between two by
-    share; `best_fixed_top1`, the best of all fixed settings (tokens, depth, width) that cost no more.
+    """Every policy; where looks are given, early exit after these blocks only, beside that after all. Beside each row:
+    `fixed_top1`, what the trained numbers of tokens reach at its cost, between two by share; `best_fixed_top1`, the
+    best of all fixed settings (tokens, depth, width) that cost no more.
     """
     if model.outputs != "class":
         raise DwindleError(
@@ -351,8 +361,10 @@ def table_6(
     count = found.correct.shape[-1]
     for threshold in thresholds:
         for g, tokens in enumerate(model.tokens):
-            correct, macs = early_exit(model, found, threshold, torch.full((count,), g))
-            rows.append(result(f"exit (t = {tokens}, tau = {threshold})", correct, macs))
+            for some in (None, looks) if looks else (None,):
+                correct, macs = early_exit(model, found, threshold, torch.full((count,), g), looks=some)
+                after = f", after {'-'.join(map(str, some))}" if some else ""
+                rows.append(result(f"exit (t = {tokens}, tau = {threshold}{after})", correct, macs))
     for price, policy, picked in policies:
         rows.append(learned(model, found, policy, picked, price))
         rows += [learned(model, found, policy, picked, price, threshold) for threshold in thresholds]

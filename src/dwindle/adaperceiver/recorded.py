@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("dwindle")
 Path = Callable[[Tensor, Any], Output]  # images, and the confidence at which they leave
 Setting = tuple[int, int, int]  # tokens, depth, width
+Looks = tuple[int, ...] | None  # depths after which images may leave; None: all
 
 
 def records(images: Tensor) -> bool:
@@ -45,10 +46,19 @@ class Recorder(Keeper["AdaPerceiver"]):
         self._paths: OrderedDict[tuple, Path | None] = OrderedDict()  # None: came once
         self._watch: Watch | None = None
 
-    def __call__(self, images: Tensor, tokens: int, depth: int, width: int, exit: float | None = None) -> Output:
+    def __call__(
+        self,
+        images: Tensor,
+        tokens: int,
+        depth: int,
+        width: int,
+        exit: float | None = None,
+        exits: Sequence[int] | None = None,
+    ) -> Output:
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         setting = (tokens, depth, width)
-        how = (exit is None, autocast, self.model.attention, self.model.mask)
+        looks = None if exits is None else tuple(sorted(set(exits)))
+        how = (exit is None, looks, autocast, self.model.attention, self.model.mask)
         key = (images.shape, images.dtype, images.device, setting, *how)
         path = self._paths.get(key)
         out = None if path is None or exit is not None else path(images, exit)
@@ -59,25 +69,25 @@ class Recorder(Keeper["AdaPerceiver"]):
             self._watch = path = out = None
         if out is None:
             if path is None and key in self._paths:
-                path = self._record(images, setting, exit is not None)
-            out = (path or self._eager(setting))(images, exit)
+                path = self._record(images, setting, exit is not None, looks)
+            out = (path or self._eager(setting, looks))(images, exit)
         self._paths[key] = path
         self._paths.move_to_end(key)
         if len(self._paths) > self.most:
             self._paths.popitem(last=False)
         return out
 
-    def _eager(self, setting: Setting) -> Path:
-        return lambda images, exit: self.model.run(images, *setting, exit)
+    def _eager(self, setting: Setting, looks: Looks) -> Path:
+        return lambda images, exit: self.model.run(images, *setting, exit, looks)
 
-    def _record(self, images: Tensor, setting: Setting, leaving: bool) -> Path:
+    def _record(self, images: Tensor, setting: Setting, leaving: bool, looks: Looks) -> Path:
         self._watch = self._watch or Watch(self.model)
         try:
-            return (Leaving if leaving else Recorded)(self, images, setting)
+            return Leaving(self, images, setting, looks) if leaving else Recorded(self, images, setting)
         except refusals() as error:
             reason, at = str(error).splitlines()[0], (tuple(images.shape), *setting)
             log.warning("AdaPerceiver cannot be recorded (%s); %s runs eager", reason, at)
-            return self._eager(setting)
+            return self._eager(setting, looks)
 
 
 class Recorded:

@@ -53,7 +53,7 @@ def _chosen(model: AdaPerceiver, name: str, given: Choice, count: int, default: 
     return values
 
 
-def check(model: AdaPerceiver, images: Tensor, exit: float | None) -> None:
+def check(model: AdaPerceiver, images: Tensor, exit: float | None = None, exits: Sequence[int] | None = None) -> None:
     sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == model.channels
     if not sized or any(not side or side % model.patch for side in images.shape[-2:]):
         raise DwindleError(
@@ -63,10 +63,21 @@ def check(model: AdaPerceiver, images: Tensor, exit: float | None) -> None:
     check_dtype(images, model.patch_embed.weight.dtype)
     if exit is not None and not 0 < exit <= 1:
         raise DwindleError(f"exit = {exit}: it is the confidence at which an image leaves, in (0, 1].")
+    if exits is not None:
+        if exit is None:
+            raise DwindleError("exits says after which blocks images may leave; give exit, the confidence, as well.")
+        check_exits(model, exits)
     if exit is not None and model.outputs != "class":
         raise DwindleError(
             "exit asks for the confidence of one answer; a dense network has one per patch, so leave it out."
         )
+
+
+def check_exits(model: AdaPerceiver, exits: Sequence[int]) -> None:
+    """Refuse depths that this network does not have."""
+    if not exits or not all(isinstance(at, int) and 1 <= at <= model.depth for at in exits):
+        given = ", ".join(map(str, exits)) or "none"
+        raise DwindleError(f"exits = {given}: name one or more blocks after which to look, from 1 to {model.depth}.")
 
 
 def trace_of(
