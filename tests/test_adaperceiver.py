@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dwindle
 from dwindle.adaperceiver.blocks import attend_mask, attend_steps, block_mask, drawn_mask, steps, turns
-from dwindle.adaperceiver.cost import nested_macs, setting_macs
+from dwindle.adaperceiver.cost import embed_macs, nested_macs, setting_macs
 from dwindle.ops.linear import available
 
 TABLE_5 = {32: 16.2, 64: 28.3, 96: 40.4, 128: 52.5, 224: 88.7, 256: 100.8}
@@ -378,3 +378,28 @@ def test_a_checkpoint_with_settings_of_another_version(tmp_path):
     path.write_text(json.dumps(config))
     with pytest.raises(dwindle.DwindleError, match=r"config.json has settings .*Unknown mask 'shut'.*; "):
         dwindle.load(tmp_path / "ada")
+
+
+def test_compiled_blocks_meet_no_packed_weights(monkeypatch):
+    """As training with compile=true evaluates on a CPU."""
+    monkeypatch.setattr("dwindle.ops.linear.WORTH", 0)
+    model, x = tiny(torch.float32), images(5, torch.float32)
+    with torch.no_grad():
+        plain = model.run(x).logits
+        for block in model.blocks:
+            block.compile(dynamic=False)
+        torch.testing.assert_close(model(x).logits, plain, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mask", ["blocks", "open"])
+def test_input_tokens_asked_for_before(mask):
+    model, x = tiny(mask=mask), images(4)
+    patches = model.embed(x)
+    for setting in ({}, {"tokens": [4, 16, 8, 4]}, {"exit": 0.5}):
+        torch.testing.assert_close(model(x, **setting, patches=patches).logits, model(x, **setting).logits)
+    with FlopCounterMode(display=False) as counter:
+        model(x, patches=patches)
+    less = counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    assert counter.get_total_flops() - less == 2 * 4 * embed_macs(model, model.patches())

@@ -66,6 +66,8 @@ def test_everything_is_made_once(places, monkeypatch):
     assert len(adaptive["rows"]) == 36 and [row["tokens"] for row in adaptive["between"]] == [4, 6, 8, 16]
     policies = json.loads((folder / "policies-s0.json").read_text())
     assert len(policies["rows"]) == 3 + 3 + 2 * 2 + 1 and policies["images"] == 12
+    kept = {path.name for path in (places["out"] / "policies-s0").iterdir()}
+    assert kept == {"policy_tokens_0.05.safetensors", "policy_settings_0.05.safetensors"}
     small = json.loads((folder / "static_4-2-16-s0.json").read_text())
     network = dwindle.load(places["out"] / "static_4-2-16-s0")
     assert (network.tokens, network.depth, network.hidden(32)) == ((4,), 2, 41) and small["epochs"] == 1
@@ -74,6 +76,9 @@ def test_everything_is_made_once(places, monkeypatch):
     monkeypatch.setattr("dwindle.adaperceiver.compare.judged", None)
     assert run(LINE, **places).json == done.json
     refused(run(LINE + " --set epochs=4", **places), "was made with epochs=3 (now 4)")
+    del adaptive["conditions"]["mask_steps"]  # as if made before there was such a setting
+    (folder / "adaptive-s0.json").write_text(json.dumps(adaptive))
+    assert run(LINE, **places).json == done.json
 
 
 def test_a_killed_training_goes_on(places, tmp_path, monkeypatch):
@@ -91,6 +96,8 @@ def test_a_killed_training_goes_on(places, tmp_path, monkeypatch):
     run(LINE + " --only adaptive", **here)
     assert not list((tmp_path / "results" / "ada_tiny_compare").iterdir())
     monkeypatch.setattr(AdaRun, "epochs", epochs)
+    refused(run(LINE + " --only policies", **here), "is at epoch 1 of 3")
+    refused(run(LINE + " --only policies --set lr=0.1", **here), "was trained with lr=0.001 (now 0.1)")
     run(LINE + " --only adaptive", **here)
     whole = places | {"out": tmp_path / "whole", "results": tmp_path / "theirs"}
     run(LINE + " --only adaptive", **whole)
@@ -128,5 +135,7 @@ def test_means_over_seeds():
     (row,) = summarised(of(0, 60.0, 58.0) + of(1, 61.0, 62.0))
     assert (row["adaptive"], row["static"], row["difference"], row["spread"]) == (60.5, 60.0, 0.5, 2.12)
     assert "| 4, 2, 16 | 60.5 | 0.5 | 60.0 | 0.4 | +0.50 ± 2.12 | 2 |" in markdown([row])
+    (row,) = summarised(of(0, 60.0, 58.0) + of(1, 61.0, 62.0)[1:])  # of seed 1 only the static one
+    assert (row["adaptive"], row["static"], row["difference"], row["seeds"]) == (60.0, 58.0, 2.0, 1)
     (row,) = summarised(of(0, 60.0, 58.0)[1:])  # the adaptive one is still to come
     assert row["adaptive"] is None and row["difference"] is None and markdown([row]).endswith("| 58.0 | 0.4 |  | 1 |\n")

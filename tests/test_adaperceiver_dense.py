@@ -9,6 +9,7 @@ from PIL import Image
 
 import dwindle
 from dwindle.adaperceiver.dense import IGNORED, DenseRecipe, DenseRun, Scenes, Score, maps, metres, predict, task_loss
+from dwindle.adaperceiver.figures import class_name
 from dwindle.train.recipe import changed
 from test_adaperceiver import images, tiny
 from test_cli import refused
@@ -109,6 +110,24 @@ def test_names_of_classes(tmp_path):
     list(run(tmp_path, tmp_path / "run", "epochs=1").epochs())
     model = dwindle.load(tmp_path / "run")
     assert model.classes == 4 and model.extra["classes"] == scenes.classes
+    (tmp_path / "classes.txt").write_text("noise\n\nblue\n\n")
+    assert Scenes(str(tmp_path), "train", "segmentation").classes == ["noise", "", "blue"]
+    assert [class_name(["noise", "", "blue"], c) for c in range(4)] == ["noise", "class 1", "blue", "class 3"]
+    (tmp_path / "classes.txt").write_bytes("Bäume\n".encode("latin-1"))
+    with pytest.raises(dwindle.DwindleError, match=r"classes.txt is no UTF-8"):
+        Scenes(str(tmp_path), "train", "segmentation")
+
+
+def test_a_map_has_the_photographs_resolution(shapes, tmp_path):
+    list(run(shapes, tmp_path / "run", "epochs=1", "method.classes=5").epochs())
+    model = dwindle.load(tmp_path / "run")
+    model.readouts[0].head.bias.data[4] += 100  # a class that has no name
+    dwindle.save(model, tmp_path / "run", extra=model.extra | {"classes": ["noise", "red", "blue"]})
+    Image.new("RGB", (90, 20)).save(tmp_path / "wide.png")
+    assert predict(model, images(1, torch.float32), size=(20, 90)).shape == (1, 20, 90)
+    places = {"run": tmp_path / "run", "photo": tmp_path / "wide.png", "out": tmp_path / "out"}
+    seen = command("view {run} {photo} --out {out} --device cpu", **places).json
+    assert seen["images"][0]["classes"] == {"class 4": 1.0}
 
 
 def test_only_the_write_head_learns(shapes, tmp_path):

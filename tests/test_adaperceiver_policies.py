@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dwindle
@@ -214,8 +215,13 @@ def test_a_policy_is_kept(seen, tmp_path):
         picked = torch.zeros(48, dtype=torch.long)
         one, other = (rules.learned(model, seen[4], p, picked, 0.1) for p in (policy, again))
         assert one == other
-    with pytest.raises(dwindle.DwindleError, match=r"\[16, 3\].*this network has tokens \(4, 8\) and 4 blocks"):
+    with pytest.raises(dwindle.DwindleError, match=r"\(16, 3\).*this network has tokens \(4, 8\) and 4 blocks"):
         rules.load_policy(tiny(torch.float32, tokens=(4, 8)), tmp_path / "policy.safetensors")
+    for said in ("nonsense", "[]", "[4, 8]", "{}", '[["a", 2]]'):
+        weights = {name: value.contiguous() for name, value in policy.state_dict().items()}
+        save_file(weights, tmp_path / "bent.safetensors", {"choices": said})
+        with pytest.raises(dwindle.DwindleError, match="holds no learned policy"):
+            rules.load_policy(model, tmp_path / "bent.safetensors")
     with pytest.raises(dwindle.DwindleError, match="does not fit this PolicyNetwork"):
         rules.load_policy(tiny(torch.float32, width=64, widths=(64,)), tmp_path / "policy.safetensors")
 

@@ -228,6 +228,25 @@ def test_a_layer_keeps_the_library_it_was_packed_by(by):
         torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
 
 
+@torch.inference_mode()
+def test_weights_that_do_not_tell_when_they_are_written_to_are_not_packed(by):
+    by(OneDNN)
+    layer, x = nn.Linear(64, 48), torch.randn(9, 64)
+    for _ in range(2):
+        assert torch.equal(linear(layer, x), linear_ref(layer, x)) and layer not in linear_module._packed
+        layer.weight.mul_(2.0)
+
+
+@torch.no_grad()
+def test_compiled_and_traced_calls_are_plain(by):
+    by(OneDNN)
+    layer, x = nn.Linear(64, 48).requires_grad_(False), torch.randn(9, 64)
+    linear(layer, x)
+    compiled, traced = torch.compile(lambda x: linear(layer, x)), torch.jit.trace(lambda x: linear(layer, x), x)
+    for call in (compiled, traced):
+        torch.testing.assert_close(call(x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
+
+
 @torch.no_grad()
 def test_small_products_are_not_packed(by, monkeypatch):
     by(OneDNN)

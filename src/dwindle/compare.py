@@ -115,7 +115,7 @@ class Compare(Results):
         return images | {"limit": self.limit} | settings
 
     def _known(self, path: Path, recipe: Recipe) -> bool:
-        return self.has(path, self._conditions(recipe))
+        return self.has(path, self._conditions(recipe), recipe)
 
     def _static_folder(self, seed: int) -> Path:
         return self.out / f"{STATIC}-1.00-s{seed}"

@@ -16,6 +16,7 @@ import torch
 
 from . import ranks
 from .errors import DwindleError, unknown
+from .train.state import defaults
 
 
 class Results:
@@ -47,11 +48,14 @@ class Results:
     def late(self) -> bool:
         return self.end is not None and time.monotonic() > self.end
 
-    def has(self, path: Path, conditions: dict[str, Any]) -> bool:
-        """Whether the result is there. One made under other conditions is not it."""
+    def has(self, path: Path, conditions: dict[str, Any], recipe: Any) -> bool:
+        """Whether the result is there. One made under other conditions is not it; settings that were not there yet
+        count as what they are in a plain recipe of the same kind.
+        """
         if not path.exists():
             return False
         old, new = read_result(path).get("conditions", {}), json.loads(json.dumps(conditions))
+        old = {name: value for name, value in defaults(recipe).items() if name in new} | old
         differing = ", ".join(f"{name}={old.get(name)} (now {new[name]})" for name in new if old.get(name) != new[name])
         if differing:
             raise DwindleError(f"{path} was made with {differing}; choose another --results, or delete it.")

@@ -22,6 +22,7 @@ from .images import images_for, preprocess_for
 from .model import AdaPerceiver
 from .policies import load_policy
 
+LONGEST = 1024  # side of a drawn map
 PRESET = "adaperceiver_"  # and a preset's name: that network, untrained
 
 
@@ -58,8 +59,9 @@ def evaluate(
         chooser = load_policy(model, policy)
 
         def ask(images: Tensor) -> Output:
-            chosen = chooser.to(images.device).choose(model.embed(images))
-            return model(images, *chosen, setting["width"], exit, looks)
+            patches = model.embed(images, model.product(images))
+            chosen = chooser.to(images.device).choose(patches)
+            return model(images, *chosen, setting["width"], exit, looks, patches)
 
     images = images_for(model, data, "test", limit)
     images.transform = preprocess_for(model).eval_transform()
@@ -190,7 +192,7 @@ def _view_dense(
 ) -> None:
     """Each photograph's map, drawn from every trained number of tokens."""
     from ..drawing import file_stems
-    from .figures import maps
+    from .figures import class_name, maps
 
     rows: list[dict[str, Any]] = []
     figures = []
@@ -198,13 +200,14 @@ def _view_dense(
     counts = (*[t for t in counts if t != model.tokens[-1]], model.tokens[-1])
     for (path, photo), stem in zip(photos, file_stems([path.stem for path, _ in photos])):
         x = dense.squeezed(dense.pixels(photo), model.image, preprocess_for(model))[None].to(place)
-        seen = {f"{t} tokens": dense.predict(model, x, task, tokens=t)[0].cpu() for t in counts}
+        size = tuple(max(1, round(side * min(1.0, LONGEST / max(photo.size)))) for side in photo.size[::-1])
+        seen = {f"{t} tokens": dense.predict(model, x, task, size, tokens=t)[0].cpu() for t in counts}
         last = seen[f"{counts[-1]} tokens"]
         row: dict[str, Any] = {"image": path.name}
         if task == "segmentation":
             shares = last.flatten().bincount().double() / last.numel()
             most = shares.argsort(descending=True)[:3].tolist()
-            row["classes"] = {names[c] if names else str(c): round(float(shares[c]), 3) for c in most if shares[c]}
+            row["classes"] = {class_name(names, c): round(float(shares[c]), 3) for c in most if shares[c]}
         else:
             row |= {"nearest_m": round(float(last.min()), 2), "farthest_m": round(float(last.max()), 2)}
         rows.append(row)

@@ -179,5 +179,5 @@ def policies(
         out.mkdir(parents=True, exist_ok=True)
         write_text(out / "policies.json", json.dumps(rows, indent=1) + "\n")
         for one in made:
-            rules.save_policy(one.policy, out / f"policy_{one.kind}_{one.price}.safetensors")
+            rules.save_policy(one.policy, out / one.file)
     finish({"checkpoint": checkpoint, "images": served.count, "rows": rows})

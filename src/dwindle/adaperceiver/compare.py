@@ -26,7 +26,7 @@ from ..train.state import STATE
 from .grid import between, falls, grid, rows
 from .images import served_from
 from .model import AdaPerceiver
-from .policies import judged
+from .policies import judged, save_policy
 from .recipe import AdaRecipe
 from .train import AdaRun
 
@@ -123,7 +123,7 @@ class AdaCompare(Results):
         given |= {"between": self.comparison.between} if name == ADAPTIVE else {}
         if name == POLICIES:
             given |= {n: getattr(self.comparison, n) for n in ("thresholds", "prices", "policy_epochs")}
-        if not self.has(path, given):
+        if not self.has(path, given, recipe):
             if name not in self.only or self.late:
                 return
             result = {"comparison": self.name, "name": name, "seed": recipe.seed, **look(recipe, name)}
@@ -149,7 +149,8 @@ class AdaCompare(Results):
         self.resident = run.resident
         for _ in run.epochs(lambda step, steps, terms: self.tick(name, step, steps)):
             pass
-        told = {"epochs": recipe.epochs, "seconds_per_epoch": round(run.seconds_per_epoch, 2)}
+        # None: it was trained by an earlier call.
+        told = {"epochs": recipe.epochs, "seconds_per_epoch": round(run.seconds_per_epoch, 2) or None}
         return self._loaded(folder), told
 
     def _loaded(self, folder: Path) -> AdaPerceiver:
@@ -166,7 +167,7 @@ class AdaCompare(Results):
         told |= {"images": served.count, "falls": falls(found), "rows": rows(model, found)}
         if counts := self.comparison.between:
             asked = sorted({*model.tokens, *counts})
-            told["between"] = between(model, served(self.comparison.batch), asked, self.device)
+            told["between"] = between(model, served(self.comparison.batch), asked, self.device, recipe.amp)
         return told
 
     def _one(self, recipe: AdaRecipe, name: str, size: Setting) -> dict[str, Any]:
@@ -176,11 +177,22 @@ class AdaCompare(Results):
         top1, gmacs = round(float(found.top1[-1, -1, -1]), 3), round(model.static_macs() / 1e9, 4)
         return told | {"images": served.count, "setting": size, "top1": top1, "gmacs": gmacs}
 
+    def _check_finished(self, model: AdaPerceiver, recipe: AdaRecipe, folder: Path) -> None:
+        """A checkpoint is written amid a training too, and may be of another one."""
+        ours = dataclasses.asdict(recipe) | {"weights": Path(recipe.weights or "none").name}
+        theirs, done = model.extra.get("recipe", {}), model.extra.get("results", {}).get("epoch")
+        named = {n: v for n, v in json.loads(json.dumps(ours)).items() if n == "weights" or n not in INCIDENTAL}
+        differing = ", ".join(f"{n}={theirs.get(n)} (now {v})" for n, v in named.items() if theirs.get(n) != v)
+        if differing or done != recipe.epochs:
+            what = f"was trained with {differing}" if differing else f"is at epoch {done} of {recipe.epochs}"
+            raise DwindleError(f"{folder} {what}: policies need the trained network; run '{ADAPTIVE}' first.")
+
     def _policies(self, recipe: AdaRecipe, name: str) -> dict[str, Any]:
         folder, plan = self._folder(ADAPTIVE, recipe.seed), self.comparison
         if not (folder / "config.json").exists():
             raise DwindleError(f"{folder} is missing: policies need the trained network; run '{ADAPTIVE}' first.")
         model = self._loaded(folder)
+        self._check_finished(model, recipe, folder)
         served, training = self._test(model), served_from(model, self.data, "train", self.device, self.limit)
         seen = {"every setting": 0, "learned policies": 0}
         total = {"every setting": served.count, "learned policies": plan.policy_epochs * training.count}
@@ -189,16 +201,21 @@ class AdaCompare(Results):
             seen[what] += images
             self.tick(what, seen[what], total[what])
 
-        table, _ = judged(
+        table, made = judged(
             model,
             lambda: served(plan.batch),
             lambda epoch: training(plan.batch, epoch),
             plan.thresholds,
             plan.prices,
             plan.policy_epochs,
+            amp=recipe.amp,
             device=self.device,
             progress=progress,
         )
+        keep = self._folder(POLICIES, recipe.seed)
+        keep.mkdir(parents=True, exist_ok=True)
+        for one in made:
+            save_policy(one.policy, keep / one.file)
         return {"images": served.count, "rows": table}
 
 
@@ -217,17 +234,18 @@ def summarised(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     made = []
     for size, alone in groups.items():
         gaps = [one[r["seed"], size]["top1"] - r["top1"] for r in alone if (r["seed"], size) in one]
-        here = [row for (_, at), row in one.items() if at == size]
+        both = [r for r in alone if (r["seed"], size) in one] or alone  # means over the seeds that both have
+        here = [one[r["seed"], size] for r in both if (r["seed"], size) in one]
         made.append(
             {
                 **dict(zip(("tokens", "depth", "width"), size)),
-                "static": round(mean(r["top1"] for r in alone), 2),
+                "static": round(mean(r["top1"] for r in both), 2),
                 "static_gmacs": alone[0]["gmacs"],
                 "adaptive": round(mean(r["top1"] for r in here), 2) if here else None,
                 "gmacs": here[0]["gmacs"] if here else None,
                 "difference": round(mean(gaps), 2) if gaps else None,
                 "spread": round(stdev(gaps), 2) if len(gaps) > 1 else None,
-                "seeds": len(alone),
+                "seeds": len(both),
             }
         )
     return made

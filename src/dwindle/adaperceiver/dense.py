@@ -7,7 +7,7 @@ is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,10 @@ class Scenes(Images):
         self.preprocess = Preprocess()
         listed = Path(folder) / "classes.txt"
         if task == "segmentation" and listed.is_file():
-            self.classes = [line.strip() for line in listed.read_text().splitlines() if line.strip()]
+            try:
+                self.classes = [line.strip() for line in listed.read_text("utf-8").rstrip().splitlines()]
+            except UnicodeDecodeError as error:
+                raise DwindleError(f"{listed} is no UTF-8 ({error}); save it as UTF-8, a name a line.") from error
 
     def count_classes(self) -> int:
         """From classes.txt, a name per line, or by looking at every mask."""
@@ -99,8 +102,8 @@ class Scenes(Images):
         largest = int(values[values != IGNORED].max(initial=0))
         if self.known is not None and largest >= self.known:
             raise DwindleError(
-                f"{path} has the class {largest}, and known are 0 to {self.known - 1} ({IGNORED} is left out); name "
-                "all classes in classes.txt beside the splits, or mend the mask."
+                f"{path} has the class {largest}, and known are 0 to {self.known - 1} ({IGNORED} is left out); mend "
+                "the mask, or train with all classes named in classes.txt beside the splits."
             )
         return values
 
@@ -294,12 +297,18 @@ class Score:
 
 
 @torch.no_grad()
-def predict(model: AdaPerceiver, images: Tensor, task: str = "segmentation", **setting: Any) -> Tensor:
-    """(B, H, W) classes or metres, at the images' resolution whatever the number of latents."""
+def predict(
+    model: AdaPerceiver,
+    images: Tensor,
+    task: str = "segmentation",
+    size: tuple[int, ...] | None = None,
+    **setting: Any,
+) -> Tensor:
+    """(B, H, W) classes or metres, at the images' resolution, or at another `size`, whatever the number of latents."""
     if task not in TASKS:
         raise unknown("task", task, TASKS)
     if model.outputs != "dense":
         raise DwindleError("This network answers once for an image; maps need a dense network (outputs='dense').")
-    size: Sequence[int] = images.shape[-2:]
-    seen = maps(model(images, **setting).logits, model.grid((size[0], size[1])), (size[0], size[1]))
+    (height, width), wanted = images.shape[-2:], size or images.shape[-2:]
+    seen = maps(model(images, **setting).logits, model.grid((height, width)), (wanted[0], wanted[1]))
     return seen.argmax(1) if task == "segmentation" else metres(seen[:, 0])

@@ -104,10 +104,15 @@ def certainty(model: AdaPerceiver, picture: Any, sure: Tensor, path: Path, title
     return save_figure(figure, path)
 
 
+def class_name(names: Sequence[str] | None, number: int) -> str:
+    named = names[number] if names and number < len(names) else ""
+    return named or f"class {number}"
+
+
 def maps(
     photo: Any, seen: dict[str, np.ndarray], task: str, names: Sequence[str] | None, path: Path, title: str
 ) -> Path:
-    """A photograph beside maps of it (H, W), classes or metres, each brought to the photograph's proportions."""
+    """A photograph beside maps of it (H, W), classes or metres."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
@@ -117,12 +122,10 @@ def maps(
     figure = canvas(2.6 * (len(seen) + 1), tall + 1.2, title)
     axes = figure.subplots(1, len(seen) + 1, squeeze=False)[0]
     show(axes[0], np.asarray(photo), "image")
-    first, *_ = seen.values()
-    shape = {"aspect": (height / width) * (first.shape[1] / first.shape[0]), "interpolation": "nearest"}
     if task == "depth":
         low, high = min(float(m.min()) for m in seen.values()), max(float(m.max()) for m in seen.values())
         for axis, (name, values) in zip(axes[1:], seen.items()):
-            show(axis, values, name, vmin=low, vmax=high, cmap="viridis_r", **shape)
+            show(axis, values, name, vmin=low, vmax=high, cmap="viridis_r")
         figure.colorbar(axes[-1].images[0], ax=axes[1:], label="metres", shrink=0.8)
         return save_figure(figure, path)
     # Colours go to the classes that occur, the most frequent first.
@@ -132,8 +135,8 @@ def maps(
     rank = np.zeros(int(classes.max()) + 1, dtype=int)
     rank[order] = np.arange(len(order))
     for axis, (name, values) in zip(axes[1:], seen.items()):
-        show(axis, rank[values], name, cmap=colours, vmin=-0.5, vmax=len(order) - 0.5, **shape)
-    labels = [names[c] if names and c < len(names) else f"class {c}" for c in order[:8]]
+        show(axis, rank[values], name, cmap=colours, vmin=-0.5, vmax=len(order) - 0.5, interpolation="nearest")
+    labels = [class_name(names, c) for c in order[:8]]
     figure.legend(
         [Patch(color=colours(i)) for i in range(len(labels))],
         labels,

@@ -87,16 +87,22 @@ def falls(found: Grid) -> dict[str, float]:
 
 @torch.no_grad()
 def between(
-    model: AdaPerceiver, batches: Batches, tokens: Sequence[int], device: str | torch.device = "cpu"
+    model: AdaPerceiver,
+    batches: Batches,
+    tokens: Sequence[int],
+    device: str | torch.device = "cpu",
+    amp: bool = True,
 ) -> list[dict[str, Any]]:
-    """Fig. 10: token counts between and beyond the trained ones, at full depth and width."""
+    """Fig. 10: token counts between and beyond the trained ones, at full depth and width. amp: as for `grid`."""
     place = torch.device(device)
     model.eval().to(place)
     right, count = dict.fromkeys(tokens, 0), 0
     for x, y in batches:
         x, y, count = x.to(place), y.to(place), count + len(y)
         for t in tokens:
-            right[t] += int((model.run(x, tokens=t).logits.argmax(-1) == y).sum())  # too many settings to record
+            with torch.autocast(place.type, torch.bfloat16, enabled=amp and place.type == "cuda"):
+                said = model.run(x, tokens=t, linear=model.product(x)).logits  # too many settings to record
+            right[t] += int((said.argmax(-1) == y).sum())
     gmacs = {t: round(setting_macs(model, t, model.depth, model.width) / 1e9, 4) for t in tokens}
     return [
         {"tokens": t, "top1": round(100 * right[t] / count, 3), "gmacs": gmacs[t], "trained": t in model.tokens}

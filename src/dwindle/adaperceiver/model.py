@@ -86,15 +86,17 @@ class AdaPerceiver(Network):
         width: Choice = None,
         exit: float | None = None,
         exits: Sequence[int] | None = None,
+        patches: Tensor | None = None,
     ) -> Output:
         """Each setting is one number, or one per image. exit: leave where the answer's confidence reaches it; exits:
-        after these blocks only, for each look at the answer costs something.
+        after these blocks only, for each look at the answer costs something. patches: the images' input tokens, where
+        they were asked for already.
 
         In eval and without gradients it is `run` over weights packed once on a CPU; on a GPU, with one setting for all
         images, as CUDA graphs.
         """
         one = all(given is None or isinstance(given, int) for given in (tokens, depth, width))
-        if one and images.is_cuda and not (self.training or torch.is_grad_enabled()):
+        if one and patches is None and images.is_cuda and not (self.training or torch.is_grad_enabled()):
             from .recorded import records
 
             if records(images):
@@ -102,7 +104,7 @@ class AdaPerceiver(Network):
                 if exit is not None or exits is not None:  # a recording knows its images' shape, not their threshold
                     check(self, images, exit, exits)
                 return self.recorder(images, t, d, w, exit, exits)
-        out = self.run(images, tokens, depth, width, exit, exits, self.product(images))
+        out = self.run(images, tokens, depth, width, exit, exits, patches, self.product(images))
         if self.checks and not (self.training or images.is_cuda or torch.compiler.is_compiling()):
             check_finite(out.logits, images)
         return out
@@ -124,6 +126,7 @@ class AdaPerceiver(Network):
         width: Choice = None,
         exit: float | None = None,
         exits: Sequence[int] | None = None,
+        patches: Tensor | None = None,
         linear: Product = plain,
     ) -> Output:
         """`forward`, eager; where `linear` is not given, layers are called as modules. Images are grouped by tokens and
@@ -136,7 +139,7 @@ class AdaPerceiver(Network):
         groups: dict[tuple[int, int], list[int]] = {}
         for i, setting in enumerate(zip(t_B, w_B)):
             groups.setdefault(setting, []).append(i)
-        patches = self.embed(images, linear)
+        patches = self.embed(images, linear) if patches is None else patches
         left: list[int] = []  # images in the order in which they leave
         logits: list[Tensor] = []
         features: list[Tensor] = []
@@ -290,7 +293,7 @@ class AdaPerceiver(Network):
         return trace_macs(self, trace)
 
     def static_macs(self, trace: Trace | None = None) -> float:
-        """The largest setting, read out once."""
+        """The largest setting, read out once, with the mask of now; of a trace, for images of that size."""
         patches = None if trace is None else int(trace.values[0]["patches"][0, 0])
         return float(setting_macs(self, self.tokens[-1], self.depth, self.width, patches=patches))
 

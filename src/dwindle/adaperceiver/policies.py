@@ -38,6 +38,10 @@ class Learned(NamedTuple):
     policy: PolicyNetwork
     picked: Tensor
 
+    @property
+    def file(self) -> str:
+        return f"policy_{self.kind}_{self.price}.safetensors"
+
 
 def result(policy: str, correct: Tensor, macs: Tensor, **more: Any) -> dict[str, Any]:
     """One row of Table 6."""
@@ -161,7 +165,9 @@ class PolicyNetwork(nn.Module):
         return self.head(self.fuse(self.mixers(self.squeeze(patches)).mean(1)))
 
     def choose(self, patches: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens (B,) and depth (B,) for each image: `model(images, *policy.choose(model.embed(images)))`."""
+        """Tokens (B,) and depth (B,) for each image, of which `patches = model.embed(images)` are:
+        `model(images, *policy.choose(patches), patches=patches)`.
+        """
         tokens, depth = torch.tensor(self.choices, device=patches.device)[self(patches).argmax(-1)].unbind(-1)
         return tokens, depth
 
@@ -183,9 +189,12 @@ def load_policy(model: AdaPerceiver, path: str | Path) -> PolicyNetwork:
     weights = read_weights(Path(path))
     with safe_open(path, "pt") as file:
         said = (file.metadata() or {}).get("choices")
-    if said is None:
+    try:
+        choices = [(int(tokens), int(depth)) for tokens, depth in json.loads(said or "[]")]
+    except (ValueError, TypeError):
+        choices = []
+    if not choices:
         raise DwindleError(f"{path} holds no learned policy; take a file that dwindle policies --out wrote.")
-    choices = json.loads(said)
     if any(tokens not in model.tokens or depth > model.depth for tokens, depth in choices):
         raise DwindleError(
             f"{path} chooses (tokens, depth) among {choices}, and this network has tokens {model.tokens} and "
@@ -304,6 +313,7 @@ def judged(
     epochs: int,
     *,
     looks: Looks = None,
+    amp: bool = True,
     device: str | torch.device = "cpu",
     progress: Callable[[str, int], None] = lambda what, images: None,
 ) -> tuple[list[dict[str, Any]], list[Learned]]:
@@ -312,10 +322,10 @@ def judged(
     test(): the batches that are judged. training(epoch): those learned from. progress: told what is done with how many
     images.
     """
-    found = grid(model, test(), device=device, progress=lambda n: progress("every setting", n))
+    found = grid(model, test(), device=device, amp=amp, progress=lambda n: progress("every setting", n))
     made: list[Learned] = []
     if epochs > 0 and prices:
-        seen = grid(model, _first(training(0), SOME), device=device, widths=model.widths[-1:])
+        seen = grid(model, _first(training(0), SOME), device=device, amp=amp, widths=model.widths[-1:])
         kinds = {"tokens": token_choices(model), "settings": setting_choices(model, seen)}
         if kinds["settings"] == kinds["tokens"]:  # no number of tokens can do with fewer blocks
             del kinds["settings"]

@@ -134,7 +134,7 @@ class LMCompare(Results):
         recipe = dataclasses.replace(self.comparison.base, method=router, method_options=options, seed=seed)
         given = dataclasses.asdict(recipe) | {"data": Path(recipe.data).name, "windows": self.comparison.windows}
         conditions = {k: v for k, v in given.items() if k not in INCIDENTAL}
-        if not self.has(path, conditions):
+        if not self.has(path, conditions, recipe):
             if name not in self.only or self.late:
                 return
             model, trained = self._trained(recipe, self.out / (folder or f"{slug(name)}-s{seed}"), name)

@@ -24,6 +24,8 @@ _measuring = threading.Lock()
 
 
 class MKL:
+    asks_weight = True
+
     @staticmethod
     def here() -> bool:
         return torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")
@@ -33,12 +35,14 @@ class MKL:
         return torch.ops.mkl._mkl_reorder_linear_weight(weight, ROWS)
 
     @staticmethod
-    def product(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(x: Tensor, packed: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return torch.ops.mkl._mkl_linear(x, packed, weight, bias, x.numel() // x.shape[-1])
 
 
 class OneDNN:
     """It writes code for every number of rows it meets, and keeps what it wrote last: rows must come in few numbers."""
+
+    asks_weight = False
 
     @staticmethod
     def here() -> bool:
@@ -49,7 +53,7 @@ class OneDNN:
         return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
 
     @staticmethod
-    def product(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(x: Tensor, packed: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
@@ -61,7 +65,7 @@ Corner = tuple[int, int]  # the first outputs and the first inputs of a layer
 class Pack:
     mark: tuple[int, int]  # what the layer's weight was
     whole: Tensor  # the weight itself, so that no other can come to lie there
-    weight: Tensor  # it, or a corner of it
+    weight: Tensor | None  # it, or a corner of it, where the library asks for it
     library: Library
     packed: Tensor
 
@@ -112,10 +116,13 @@ def room(rows: int) -> int:
 
 
 def packs(layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> bool:
-    """Plain layers in float32 (what is derived from them runs its own), and products with as many rows as x that are
-    worth it."""
+    """Whether a product with as many rows as x is worth it; of plain layers in float32, what is derived from them runs
+    its own.
+    """
     if type(layer) is not nn.Linear or x.dtype != torch.float32:
         return False
+    if layer.weight.is_inference() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False  # the first do not tell when they are written to; the others want to see plain calls
     outputs, inputs = corner or (layer.out_features, layer.in_features)
     return x.numel() // x.shape[-1] * outputs * inputs >= WORTH and available()
 
@@ -153,14 +160,13 @@ def linear(layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> Tensor:
 def _pack(layer: nn.Linear, corner: Corner | None) -> Pack:
     """The layer's weight, or a corner of it, packed: anew where it was written to, moved or exchanged."""
     weight = layer.weight
-    # A tensor made in inference mode does not count its writes.
-    mark = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+    mark = (weight.data_ptr(), weight._version)
     packs = _packed.get(layer, {})
     known = packs.get(corner)
     if known is None or known.mark != mark:
         used, whole = library(), weight.detach()
         assert used is not None
         part = whole if corner is None else whole[: corner[0], : corner[1]].contiguous()
-        known = Pack(mark, whole, part, used, used.pack(part))
+        known = Pack(mark, whole, part if used.asks_weight else None, used, used.pack(part))
         _packed[layer] = {at: pack for at, pack in packs.items() if pack.mark == mark} | {corner: known}
     return known

@@ -35,6 +35,11 @@ def write_state(out: Path, state: dict[str, Any]) -> None:
         torch.save(state, scratch)
 
 
+def defaults(recipe: Any) -> dict[str, Any]:
+    """The settings of a plain recipe of the same kind, as JSON has them."""
+    return json.loads(json.dumps(dataclasses.asdict(type(recipe)())))
+
+
 def read_state(out: Path, given: dict[str, Any], recipe: Any) -> dict[str, Any]:
     """The state of a run that was started with the same settings (`given`, kept in it as JSON). Settings that were not
     there yet count as what they are in a plain recipe of the same kind.
@@ -46,8 +51,7 @@ def read_state(out: Path, given: dict[str, Any], recipe: Any) -> dict[str, Any]:
         raise DwindleError(
             f"{path} cannot be read ({type(error).__name__}): it is damaged; start again with another --out."
         ) from error
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(type(recipe)())))
-    old, new = plain | json.loads(state["given"]), json.loads(json.dumps(given))
+    old, new = defaults(recipe) | json.loads(state["given"]), json.loads(json.dumps(given))
     differing = ", ".join(f"{k}={old.get(k)} (now {new.get(k)})" for k in old | new if old.get(k) != new.get(k))
     if differing:
         raise DwindleError(f"{out} was started with other settings: {differing}; resume with the same ones.")
