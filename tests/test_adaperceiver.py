@@ -397,6 +397,8 @@ def test_input_tokens_asked_for_before(mask):
     patches = model.embed(x)
     for setting in ({}, {"tokens": [4, 16, 8, 4]}, {"exit": 0.5}):
         torch.testing.assert_close(model(x, **setting, patches=patches).logits, model(x, **setting).logits)
+    with pytest.raises(dwindle.DwindleError, match=r"patches of shape \(2, 16, 32\).*\(4, 16, 32\)"):
+        model(x, patches=patches[:2])
     with FlopCounterMode(display=False) as counter:
         model(x, patches=patches)
     less = counter.get_total_flops()

@@ -149,6 +149,7 @@ class AdaCompare(Results):
         self.resident = run.resident
         for _ in run.epochs(lambda step, steps, terms: self.tick(name, step, steps)):
             pass
+        run.recorded = None  # its memory, before the next run takes its own
         # None: it was trained by an earlier call.
         told = {"epochs": recipe.epochs, "seconds_per_epoch": round(run.seconds_per_epoch, 2) or None}
         return self._loaded(folder), told

@@ -139,7 +139,12 @@ class AdaPerceiver(Network):
         groups: dict[tuple[int, int], list[int]] = {}
         for i, setting in enumerate(zip(t_B, w_B)):
             groups.setdefault(setting, []).append(i)
-        patches = self.embed(images, linear) if patches is None else patches
+        if patches is None:
+            patches = self.embed(images, linear)
+        elif patches.shape != (wanted := (count, self.patches((images.shape[-2], images.shape[-1])), self.width)):
+            raise DwindleError(
+                f"patches of shape {tuple(patches.shape)}: these images have {wanted}; take model.embed's."
+            )
         left: list[int] = []  # images in the order in which they leave
         logits: list[Tensor] = []
         features: list[Tensor] = []
@@ -181,10 +186,8 @@ class AdaPerceiver(Network):
         depth.
         """
         turn, attend = self._prepare(t, patches)
-        z, answers = (
-            self.read.latents(self.latent, patches, turn, linear),
-            self._answering(turn, linear),
-        )  # z: (B, N, D)
+        answers = self._answering(turn, linear)
+        z = self.read.latents(self.latent, patches, turn, linear)  # (B, N, D)
 
         def read_out(at: int, who: Tensor | None, rows: list[int]) -> tuple[Tensor, Tensor]:
             reads[at - 1, rows] = True
