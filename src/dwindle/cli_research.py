@@ -90,10 +90,7 @@ def compare(
         )
         for row in work.results():
             found.append(row)
-            asked = "" if ada else f" at {row['asked']:.2f}"
-            said = f"{len(row['rows'])} rows" if "rows" in row else f"top-1 {row['top1']:.2f}"
-            said += "" if ada else f", cost {row['cost']:.3f}"
-            aside.print(f"{row['name']}{asked}, seed {row['seed']}: {said}")
+            aside.print(work.told(row))
     if ada:
         return perceiver.compared(f"{comparison} on {data}", found, work.folder)
     rows = summarised(read_results(work.folder), plan.reference)

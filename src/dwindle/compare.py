@@ -93,6 +93,10 @@ class Compare(Results):
         self.answers: dict[str, Answers] = {}  # of each teacher, who is asked once for all runs on the same batches
         self.room = Room()
 
+    def told(self, row: dict[str, Any]) -> str:
+        shown = f"{row['name']} at {row['asked']:.2f}, seed {row['seed']}"
+        return f"{shown}: top-1 {row['top1']:.2f}, cost {row['cost']:.3f}"
+
     def results(self) -> Iterator[dict[str, Any]]:
         for seed in self.comparison.static_seeds:
             if STATIC in self.only:

@@ -16,7 +16,7 @@ import torch
 
 from . import ranks
 from .errors import DwindleError, unknown
-from .train.state import defaults
+from .train.state import defaults, differing
 
 
 class Results:
@@ -54,11 +54,8 @@ class Results:
         """
         if not path.exists():
             return False
-        old, new = read_result(path).get("conditions", {}), json.loads(json.dumps(conditions))
-        old = {name: value for name, value in defaults(recipe).items() if name in new} | old
-        differing = ", ".join(f"{name}={old.get(name)} (now {new[name]})" for name in new if old.get(name) != new[name])
-        if differing:
-            raise DwindleError(f"{path} was made with {differing}; choose another --results, or delete it.")
+        if others := differing(defaults(recipe) | read_result(path).get("conditions", {}), conditions):
+            raise DwindleError(f"{path} was made with {others}; choose another --results, or delete it.")
         return True
 
 

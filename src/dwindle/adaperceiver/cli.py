@@ -16,7 +16,7 @@ from ..model import Output
 from ..terminal import device_for, evaluated, finish, numbers, only_for, progress_bar, shared, show_table
 from ..train.data import limit as first
 from . import dense
-from .commands import load_network
+from .commands import load_network, show_policies
 from .compare import POLICIES, markdown, summarised
 from .images import images_for, preprocess_for
 from .model import AdaPerceiver
@@ -72,6 +72,11 @@ def evaluate(
         result["gmacs"] = round(result["gmacs"] + chooser.macs / 1e9, 4)
     chosen = setting | {"exit": exit, "exits": looks, "policy": policy and str(policy)}
     named = {name: value for name, value in chosen.items() if value is not None}
+    _tell(checkpoint, data, result, named)
+
+
+def _tell(checkpoint: str, data: str, result: dict[str, Any], named: dict[str, Any]) -> None:
+    """named: the settings that were asked for."""
     show_table(f"{checkpoint} on {data} {named or '(largest setting)'}", list(result), [list(result.values())])
     finish(result | named)
 
@@ -93,8 +98,7 @@ def _evaluate_dense(
     measure = partial(dense.evaluate, model, scenes, batch=batch, workers=workers, **named)
     result = shared(lambda place, progress: measure(device=place, progress=progress), len(scenes), device)
     if result is not None:
-        show_table(f"{checkpoint} on {data} {named or '(largest setting)'}", list(result), [list(result.values())])
-        finish(result | named)
+        _tell(checkpoint, data, result, named)
 
 
 def bench(name: str, batches: Sequence[int], dtype: str, seconds: float, device: str | None) -> None:
@@ -132,9 +136,7 @@ def compared(title: str, found: Sequence[dict[str, Any]], folder: Path) -> None:
     show_table(title, columns, [["" if row[c] is None else row[c] for c in columns] for row in table])
     for result in found:
         if result["name"] == POLICIES:
-            columns = ["policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"]
-            lines = [[row[c] for c in columns] for row in result["rows"]]
-            show_table(f"policies, seed {result['seed']}", columns, lines)
+            show_policies(f"policies, seed {result['seed']}", result["rows"])
     write_text(folder / "table.md", markdown(table))
     alone = [(row["static_gmacs"], row["static"]) for row in table]
     figures = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -123,6 +124,11 @@ def grid(
     finish({k: v for k, v in result.items() if k != "rows"} | {"out": str(out)})
 
 
+def show_policies(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    columns = ["policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"]
+    show_table(title, columns, [[row[c] for c in columns] for row in rows])
+
+
 def policies(
     checkpoint: Checkpoint,
     data: Data,
@@ -173,8 +179,7 @@ def policies(
             device=place,
             progress=lambda what, images: bar.advance(tasks[what], images),
         )
-    columns = ["policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"]
-    show_table(f"{checkpoint} on {data}", columns, [[row[c] for c in columns] for row in rows])
+    show_policies(f"{checkpoint} on {data}", rows)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_text(out / "policies.json", json.dumps(rows, indent=1) + "\n")

@@ -22,15 +22,15 @@ from ..compare import INCIDENTAL
 from ..errors import DwindleError
 from ..files import write_text
 from ..results import Results, machine, read_result, slug
-from ..train.state import STATE
+from ..train.state import STATE, differing
 from .grid import between, falls, grid, rows
 from .images import served_from
 from .model import AdaPerceiver
 from .policies import judged, save_policy
 from .recipe import AdaRecipe
+from .settings import Setting
 from .train import AdaRun
 
-Setting = tuple[int, int, int]  # tokens, depth, width
 ADAPTIVE, POLICIES = "adaptive", "policies"
 
 
@@ -87,6 +87,10 @@ class AdaCompare(Results):
                     f"A network for {size} has nothing to be compared with: the adaptive one is trained with tokens "
                     f"{self.whole.tokens}, widths {self.whole.widths} and up to {self.whole.depth} blocks."
                 )
+
+    def told(self, row: dict[str, Any]) -> str:
+        found = f"{len(row['rows'])} rows" if "rows" in row else f"top-1 {row['top1']:.2f}"
+        return f"{row['name']}, seed {row['seed']}: {found}"
 
     def results(self) -> Iterator[dict[str, Any]]:
         for seed in self.comparison.seeds:
@@ -158,12 +162,13 @@ class AdaCompare(Results):
         model: Any = load(folder)
         return model.eval().to(self.device)
 
-    def _test(self, model: AdaPerceiver) -> Any:
-        return served_from(model, self.eval_data, "test", self.device, self.limit)
+    def _served(self, model: AdaPerceiver, split: str) -> Any:
+        data, part = (self.data, "train") if split == "train" else (self.eval_data, "eval")
+        return served_from(model, data, split, self.device, self.limit, self.resident and self.resident[part])
 
     def _every(self, recipe: AdaRecipe, name: str) -> dict[str, Any]:
         model, told = self._trained(recipe, name)
-        served = self._test(model)
+        served = self._served(model, "test")
         found = grid(model, served(self.comparison.batch), device=self.device, amp=recipe.amp)
         told |= {"images": served.count, "falls": falls(found), "rows": rows(model, found)}
         if counts := self.comparison.between:
@@ -173,19 +178,18 @@ class AdaCompare(Results):
 
     def _one(self, recipe: AdaRecipe, name: str, size: Setting) -> dict[str, Any]:
         model, told = self._trained(recipe, name)
-        served = self._test(model)
+        served = self._served(model, "test")
         found = grid(model, served(self.comparison.batch), device=self.device, amp=recipe.amp)
         top1, gmacs = round(float(found.top1[-1, -1, -1]), 3), round(model.static_macs() / 1e9, 4)
         return told | {"images": served.count, "setting": size, "top1": top1, "gmacs": gmacs}
 
     def _check_finished(self, model: AdaPerceiver, recipe: AdaRecipe, folder: Path) -> None:
         """A checkpoint is written amid a training too, and may be of another one."""
-        ours = dataclasses.asdict(recipe) | {"weights": Path(recipe.weights or "none").name}
-        theirs, done = model.extra.get("recipe", {}), model.extra.get("results", {}).get("epoch")
-        named = {n: v for n, v in json.loads(json.dumps(ours)).items() if n == "weights" or n not in INCIDENTAL}
-        differing = ", ".join(f"{n}={theirs.get(n)} (now {v})" for n, v in named.items() if theirs.get(n) != v)
-        if differing or done != recipe.epochs:
-            what = f"was trained with {differing}" if differing else f"is at epoch {done} of {recipe.epochs}"
+        ours = {n: value for n, value in dataclasses.asdict(recipe).items() if n not in INCIDENTAL}
+        ours["weights"] = Path(recipe.weights or "none").name  # as a checkpoint has it
+        others, done = differing(model.extra.get("recipe", {}), ours), model.extra.get("results", {}).get("epoch")
+        if others or done != recipe.epochs:
+            what = f"was trained with {others}" if others else f"is at epoch {done} of {recipe.epochs}"
             raise DwindleError(f"{folder} {what}: policies need the trained network; run '{ADAPTIVE}' first.")
 
     def _policies(self, recipe: AdaRecipe, name: str) -> dict[str, Any]:
@@ -194,7 +198,7 @@ class AdaCompare(Results):
             raise DwindleError(f"{folder} is missing: policies need the trained network; run '{ADAPTIVE}' first.")
         model = self._loaded(folder)
         self._check_finished(model, recipe, folder)
-        served, training = self._test(model), served_from(model, self.data, "train", self.device, self.limit)
+        served, training = self._served(model, "test"), self._served(model, "train")
         seen = {"every setting": 0, "learned policies": 0}
         total = {"every setting": served.count, "learned policies": plan.policy_epochs * training.count}
 
@@ -234,19 +238,19 @@ def summarised(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             groups.setdefault(tuple(result["setting"]), []).append(result)
     made = []
     for size, alone in groups.items():
-        gaps = [one[r["seed"], size]["top1"] - r["top1"] for r in alone if (r["seed"], size) in one]
-        both = [r for r in alone if (r["seed"], size) in one] or alone  # means over the seeds that both have
-        here = [one[r["seed"], size] for r in both if (r["seed"], size) in one]
+        pairs = [(one[r["seed"], size], r) for r in alone if (r["seed"], size) in one]
+        here, there = ([p[0] for p in pairs], [p[1] for p in pairs]) if pairs else ([], alone)  # of seeds both have
+        gaps = [adaptive["top1"] - static["top1"] for adaptive, static in pairs]
         made.append(
             {
                 **dict(zip(("tokens", "depth", "width"), size)),
-                "static": round(mean(r["top1"] for r in both), 2),
-                "static_gmacs": alone[0]["gmacs"],
+                "static": round(mean(r["top1"] for r in there), 2),
+                "static_gmacs": there[0]["gmacs"],
                 "adaptive": round(mean(r["top1"] for r in here), 2) if here else None,
                 "gmacs": here[0]["gmacs"] if here else None,
                 "difference": round(mean(gaps), 2) if gaps else None,
                 "spread": round(stdev(gaps), 2) if len(gaps) > 1 else None,
-                "seeds": len(both),
+                "seeds": len(there),
             }
         )
     return made

@@ -23,10 +23,15 @@ def images_for(model: Any, data: str, split: str, limit: int | None) -> Any:
     return images
 
 
-def served_from(model: Any, data: str, split: str, device: str, limit: int | None) -> Any:
-    """Images ready on the device: a function (batch, epoch or None) -> batches, in order where there is no epoch."""
+def served_from(
+    model: Any, data: str, split: str, device: str, limit: int | None, resident: Resident | None = None
+) -> Any:
+    """Images ready on the device: a function (batch, epoch or None) -> batches, in order where there is no epoch.
+    resident: the same images, where they were decoded before.
+    """
     images, wanted = images_for(model, data, split, limit), preprocess_for(model)
-    resident = Resident(images, wanted.size, device) if len(images) <= 100_000 else None
+    if resident is None and len(images) <= 100_000:
+        resident = Resident(images, wanted.size, device)
 
     def serve(batch: int, epoch: int | None = None) -> Any:
         train = epoch is not None

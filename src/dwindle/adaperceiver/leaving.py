@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from ..engine import recording
 from ..engine.keep import Keeper, refusals
 from ..model import Output
-from .settings import trace_of
+from .settings import Looks, Setting, trace_of
 
 if TYPE_CHECKING:
     from .model import AdaPerceiver
@@ -37,8 +36,8 @@ class Leaving:
         self,
         keeper: Keeper[AdaPerceiver],
         images: Tensor,
-        setting: tuple[int, int, int],
-        looks: Sequence[int] | None = None,
+        setting: Setting,
+        looks: Looks = None,
     ) -> None:
         """keeper: knows the model, and the memory that all its recordings work in, one at a time. looks: depths after
         which images may leave; None: all.

@@ -19,7 +19,7 @@ from ..trace import Trace
 from .blocks import Product, any_batch, numbers, plain
 from .cost import setting_macs, trace_macs
 from .network import Network
-from .settings import Choice, check, settings, trace_of
+from .settings import Choice, Looks, check, settings, trace_of
 
 if TYPE_CHECKING:
     from .recorded import Recorder
@@ -85,7 +85,7 @@ class AdaPerceiver(Network):
         depth: Choice = None,
         width: Choice = None,
         exit: float | None = None,
-        exits: Sequence[int] | None = None,
+        exits: Looks = None,
         patches: Tensor | None = None,
     ) -> Output:
         """Each setting is one number, or one per image. exit: leave where the answer's confidence reaches it; exits:
@@ -125,7 +125,7 @@ class AdaPerceiver(Network):
         depth: Choice = None,
         width: Choice = None,
         exit: float | None = None,
-        exits: Sequence[int] | None = None,
+        exits: Looks = None,
         patches: Tensor | None = None,
         linear: Product = plain,
     ) -> Output:

@@ -24,9 +24,9 @@ from .cost import setting_macs
 from .grid import Batches, Grid, grid
 from .grid import rows as settings
 from .model import AdaPerceiver
+from .settings import Looks
 
 Option = tuple[int, int]  # tokens and depth, at full width
-Looks = Sequence[int] | None  # depths after which images may leave; None: all
 SOME = 4096  # training images that tell how many blocks a number of tokens can do with
 
 
@@ -276,10 +276,15 @@ class _Learner:
 
 
 @torch.no_grad()
-def choices(model: AdaPerceiver, policy: PolicyNetwork, batches: Batches, device: str | torch.device = "cpu") -> Tensor:
-    """(n,) index of the choice that the policy makes for each image."""
-    place = torch.device(device)
-    return torch.cat([policy(model.embed(x.to(place))).argmax(-1).cpu() for x, _ in batches])
+def choices(
+    model: AdaPerceiver, policies: Sequence[PolicyNetwork], batches: Batches, device: str | torch.device = "cpu"
+) -> Tensor:
+    """(policies, n) index of the choice that each policy makes for each image."""
+    place, made = torch.device(device), []
+    for x, _ in batches:
+        patches = model.embed(x.to(place))
+        made.append(torch.stack([policy(patches).argmax(-1).cpu() for policy in policies]))
+    return torch.cat(made, 1)
 
 
 def learned(
@@ -337,8 +342,8 @@ def judged(
             device=device,
             progress=lambda n: progress("learned policies", n),
         )
-        for (kind, price), policy in zip(wanted, policies):
-            made.append(Learned(kind, price, policy, choices(model, policy, test(), device)))
+        picks = choices(model, policies, test(), device)
+        made = [Learned(*what, policy, picked) for what, policy, picked in zip(wanted, policies, picks)]
     return table_6(model, found, [(one.price, one.policy, one.picked) for one in made], thresholds, looks), made
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,13 @@ from ..engine import recording
 from ..engine.keep import GRAPHS, Keeper, Watch, refusals
 from ..model import Output
 from .leaving import Leaving
+from .settings import Looks, Setting
 
 if TYPE_CHECKING:
     from .model import AdaPerceiver
 
 log = logging.getLogger("dwindle")
 Path = Callable[[Tensor, Any], Output]  # images, and the confidence at which they leave
-Setting = tuple[int, int, int]  # tokens, depth, width
-Looks = tuple[int, ...] | None  # depths after which images may leave; None: all
 
 
 def records(images: Tensor) -> bool:
@@ -53,7 +52,7 @@ class Recorder(Keeper["AdaPerceiver"]):
         depth: int,
         width: int,
         exit: float | None = None,
-        exits: Sequence[int] | None = None,
+        exits: Looks = None,
     ) -> Output:
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         setting = (tokens, depth, width)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .model import AdaPerceiver
 
 Choice = int | Sequence[int] | Tensor | None
+Setting = tuple[int, int, int]  # tokens, depth, width
+Looks = Sequence[int] | None  # depths after which images may leave; None: all
 
 
 def settings(model: AdaPerceiver, tokens: Choice, depth: Choice, width: Choice, count: int) -> tuple[list[int], ...]:
@@ -53,7 +55,7 @@ def _chosen(model: AdaPerceiver, name: str, given: Choice, count: int, default: 
     return values
 
 
-def check(model: AdaPerceiver, images: Tensor, exit: float | None = None, exits: Sequence[int] | None = None) -> None:
+def check(model: AdaPerceiver, images: Tensor, exit: float | None = None, exits: Looks = None) -> None:
     sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == model.channels
     if not sized or any(not side or side % model.patch for side in images.shape[-2:]):
         raise DwindleError(
@@ -89,7 +91,9 @@ def trace_of(
     here = torch.arange(largest) < torch.tensor(t_B)[:, None]  # (B, N)
     widths = torch.tensor(w_B, dtype=torch.float32)[:, None].expand(count, largest)
     patches = torch.full((count, largest), float(model.patches((images.shape[-2], images.shape[-1]))))
-    seen = torch.stack([_sights(model.ends(t), largest) for t in t_B])
+    counts = sorted(set(t_B))  # few of them, and many images
+    sights = torch.stack([_sights(model.ends(t), largest) for t in counts])
+    seen = sights[torch.searchsorted(torch.tensor(counts), torch.tensor(t_B))]  # (B, N)
     depths = torch.tensor(d_B)[:, None]
     for at in range(1, max(d_B) + 1):
         live, read = here & (depths >= at), reads[at - 1, :, None].float().expand(count, largest)

@@ -40,6 +40,12 @@ def defaults(recipe: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(type(recipe)())))
 
 
+def differing(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The settings of `new` that were others, for people; old: as JSON has them."""
+    now = json.loads(json.dumps(new))
+    return ", ".join(f"{name}={old.get(name)} (now {value})" for name, value in now.items() if old.get(name) != value)
+
+
 def read_state(out: Path, given: dict[str, Any], recipe: Any) -> dict[str, Any]:
     """The state of a run that was started with the same settings (`given`, kept in it as JSON). Settings that were not
     there yet count as what they are in a plain recipe of the same kind.
@@ -51,10 +57,9 @@ def read_state(out: Path, given: dict[str, Any], recipe: Any) -> dict[str, Any]:
         raise DwindleError(
             f"{path} cannot be read ({type(error).__name__}): it is damaged; start again with another --out."
         ) from error
-    old, new = defaults(recipe) | json.loads(state["given"]), json.loads(json.dumps(given))
-    differing = ", ".join(f"{k}={old.get(k)} (now {new.get(k)})" for k in old | new if old.get(k) != new.get(k))
-    if differing:
-        raise DwindleError(f"{out} was started with other settings: {differing}; resume with the same ones.")
+    old = defaults(recipe) | json.loads(state["given"])
+    if others := differing(old, dict.fromkeys(old) | given):
+        raise DwindleError(f"{out} was started with other settings: {others}; resume with the same ones.")
     return state
 
 
