@@ -94,7 +94,7 @@ def test_a_killed_training_goes_on(places, tmp_path, monkeypatch):
 
     monkeypatch.setattr(AdaRun, "epochs", killed)
     run(LINE + " --only adaptive", **here)
-    assert not list((tmp_path / "results" / "ada_tiny_compare").iterdir())
+    assert not (tmp_path / "results").exists()
     monkeypatch.setattr(AdaRun, "epochs", epochs)
     refused(run(LINE + " --only policies", **here), "is at epoch 1 of 3")
     refused(run(LINE + " --only policies --set lr=0.1", **here), "was trained with lr=0.001 (now 0.1)")

@@ -124,7 +124,7 @@ def test_policy_learns_who_needs_more():
     y = torch.where(hard, 1, 0)
 
     class Known(dwindle.AdaPerceiver):
-        def every(self, x, width=None, depths=None):
+        def every(self, x, width=None, depths=None, patches=None):
             assert depths == [2, 4]
             said = torch.zeros(3, len(x), 5)
             needs = x.mean((1, 2, 3)) > 0.5
@@ -326,7 +326,16 @@ def test_grid_of_a_dense_network(places):
         ("eval aht_deit_tiny_imagenet --data {data} --depth 3", "an AdaPerceiver"),
         ("eval {dense} --data {data}", "features of patches, no maps"),
         ("view {ada} {root}/x.png", "x.png"),
-        ("bench {ada} --data {data}", "models whose tokens halt"),
+        ("bench {ada} --data {data}", "both or none of them"),
+        ("bench {ada} --exit 0.9", "both or none of them"),
+        ("bench {ada} --exits 2", "both or none of them"),
+        ("bench {ada} --data {data} --exit 1.5", "confidence at which an image leaves"),
+        ("bench {ada} --data {data} --exit often", "--exit often"),
+        ("bench {ada} --data {data} --exit 0.5 --exits 9", "from 1 to 4"),
+        ("bench {ada} --data {root}/nowhere --exit 0.5", "nowhere"),
+        ("bench {dense} --data {data} --exit 0.5", "a dense network"),
+        ("bench {ada} --static graph", "models whose tokens halt"),
+        ("bench aht_deit_tiny_imagenet --exit 0.9", "--exit 0.9 is for an AdaPerceiver"),
         ("bench adaperceiver_huge", "huge"),
         ("predict {ada} --data {data} --out {root}/x.parquet", "is an AdaPerceiver"),
         ("report {ada} --data {data} --out {root}/x", "is an AdaPerceiver"),
@@ -348,6 +357,17 @@ def test_eval_bench_and_view(places):
     rows = last("bench {ada} --batch 1,2 --seconds 0.05")["rows"]
     assert [r["batch"] for r in rows] == [1] * 5 + [2] * 5 and rows[0]["speedup"] == 1
     assert rows[0]["gmacs"] > rows[1]["gmacs"] and rows[1]["tokens"] == rows[0]["tokens"] // 2
+    rows = last("bench {ada} --data {data} --batch 1,4 --exit 0.01,0.999 --exits 2 --seconds 0")["rows"]
+    assert [(r["batch"], r["exit"], r["exits"]) for r in rows] == [
+        (batch, *asked)
+        for batch in (1, 4)
+        for asked in [(None, None), (0.01, None), (0.01, [2]), (0.999, None), (0.999, [2])]
+    ]
+    assert rows[0]["gmacs"] == full["gmacs"] and rows[0]["promised"] == rows[0]["speedup"] == 1
+    assert rows[1]["gmacs"] == rows[6]["gmacs"] == early["gmacs"] < rows[2]["gmacs"] < rows[0]["gmacs"]
+    assert rows[1]["promised"] > rows[2]["promised"] > 1
+    later = last("eval {ada} --data {data} --exit 0.999 --exits 2 --workers 0")
+    assert rows[4]["gmacs"] == rows[9]["gmacs"] == later["gmacs"]
     seen = last("view {ada} {data}/val/a/0.png {data}/val/b/0.png --out {root}/seen")
     assert [row["image"] for row in seen["images"]] == ["0.png", "0.png"]
     assert all(1 <= row["depth"] <= 4 for row in seen["images"])

@@ -16,6 +16,7 @@ import dwindle
 from dwindle.adaperceiver.blocks import SelfAttention, turned, turns
 from dwindle.adaperceiver.start import _speeds
 from dwindle.adaperceiver.train import AdaRun, feature_loss
+from dwindle.ops.half import cpu_multiplies_bf16
 from dwindle.recipes import ada_tiny_test
 from dwindle.train.recipe import changed
 
@@ -67,6 +68,26 @@ def test_resume_is_the_same_run(data, tmp_path, mask):
     list(again.epochs())
     one, two = dwindle.load(tmp_path / "whole").state_dict(), dwindle.load(tmp_path / "parts").state_dict()
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.skipif(not cpu_multiplies_bf16(), reason="this CPU does not multiply in bf16")
+@pytest.mark.parametrize("mask", ["blocks", "open"])
+def test_bf16_on_a_cpu_teaches_what_float32_does(data, teacher, tmp_path, mask):
+    given = (f"teacher={teacher}", f"method.mask={mask}", "resident=true", "method.readouts=own", "epochs=1")
+    exact, rough = (run(data, tmp_path / amp, *given, f"cpu_amp={amp}") for amp in ("false", "true"))
+    (x, y), (x_half, _) = (next(iter(work.batches(train=True))) for work in (exact, rough))
+    assert (x.dtype, x_half.dtype) == (torch.float32, torch.bfloat16)
+    said = exact._taught(x)
+    torch.testing.assert_close(rough._taught(x_half), said, rtol=0.05, atol=0.05 * float(said.abs().max()))
+    gradients = []
+    for work, seen in ((exact, x), (rough, x_half)):
+        work.model.train()
+        work.epoch = 1
+        work.backward(seen, y, said, **work._sample(len(seen)))
+        gradients.append({name: p.grad for name, p in work.model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    flat = [torch.cat([g.flatten() for g in found.values()]) for found in gradients]
+    assert F.cosine_similarity(*flat, dim=0) > 0.99
 
 
 def test_samples_by_stage(data, tmp_path):

@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import dwindle
+from dwindle.ops.half import cpu_multiplies_bf16
 from dwindle.recipes import tiny_test
 from dwindle.train.build import build_vit, parameter_groups
 from dwindle.train.loop import Run
@@ -275,3 +276,26 @@ def test_a_recorded_step_is_the_eager_one(method, data, tmp_path):
         losses.append([numbers["total"] for numbers in run.epochs()])
         assert (run.learn.recorded is not None) == compiled
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)
+
+
+@pytest.mark.skipif(not cpu_multiplies_bf16(), reason="this CPU does not multiply in bf16")
+@pytest.mark.parametrize(
+    "options", [{}, {"method": "AViT", "method_options": {"target_depth": 3.0}}, {"teacher": "static"}]
+)
+def test_bf16_on_a_cpu_learns_as_float32_does_and_resumes_to_the_same_weights(data, tmp_path, options):
+    first = {}
+    for cpu_amp in (False, True):
+        run = Run(small(epochs=1, cpu_amp=cpu_amp, **options), data, tmp_path / str(cpu_amp))
+        first[cpu_amp] = next(run.epochs())["total"]
+        assert all(p.dtype == torch.float32 for p in run.model.parameters())
+    assert first[True] != first[False]
+    assert first[True] == pytest.approx(first[False], rel=0.03)
+
+    whole, parts = (small(epochs=3, cpu_amp=True, resident=True, **options) for _ in range(2))
+    list(Run(whole, data, tmp_path / "whole").epochs())
+    begun = Run(parts, data, tmp_path / "parts").epochs()
+    next(begun)
+    begun.close()
+    list(Run(parts, data, tmp_path / "parts", resume=True).epochs())
+    for name, value in weights(tmp_path / "whole").items():
+        assert torch.equal(value, weights(tmp_path / "parts")[name]), name

@@ -236,10 +236,16 @@ def bench(
             help="Real images, on which a checkpoint decides by itself; no --fraction then. Language model: a text."
         ),
     ] = None,
+    exit: Annotated[
+        str | None, typer.Option(help="AdaPerceiver, with --data: confidences at which images leave, such as 0.9,0.8.")
+    ] = None,
+    exits: Annotated[
+        str | None, typer.Option(help="With --exit: also leaving after these blocks only, such as 5,7,9.")
+    ] = None,
     device: Device = None,
 ) -> None:
     """Time static against adaptive, turn about in one process; on a GPU against the best of static's variants. An
-    AdaPerceiver (a checkpoint, or adaperceiver_paper, untrained) at several settings."""
+    AdaPerceiver (a checkpoint, or adaperceiver_paper, untrained) at several settings, or by --exit with early exit."""
     from .adaperceiver import cli as perceiver
     from .bench import DTYPES, INT8, model_to_bench, some_photos
     from .bench import bench as time_it
@@ -252,8 +258,9 @@ def bench(
     require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
     batches, fractions = numbers("--batch", batch, int), numbers("--fraction", fraction, float)
     if perceiver.is_checkpoint(model) or perceiver.is_preset(model):
-        only_for("models whose tokens halt", data=data, static=static)
-        return perceiver.bench(model, batches, dtype, seconds, device)
+        only_for("models whose tokens halt", static=static)
+        return perceiver.bench(model, batches, dtype, seconds, device, data, exit, exits)
+    only_for("an AdaPerceiver", exit=exit, exits=exits)
     if language.is_checkpoint(model):
         return language.bench(model, batches, fractions, dtype, seconds, device, static=static, data=data)
     place, adapted = device_for(device), model_to_bench(model)

@@ -20,15 +20,16 @@ def shown(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def check_folder(out: Path) -> None:
+def check_folder(out: Path, option: str = "--out") -> None:
     """That results can go there; best asked before the work."""
     if any(path.is_file() for path in (out, *out.parents)):
-        raise DwindleError(f"'{out}' cannot be a folder, there is a file of that name; choose another --out.")
+        raise DwindleError(f"'{out}' cannot be a folder, there is a file of that name; choose another {option}.")
 
 
 @contextmanager
 def draft(path: Path) -> Iterator[Path]:
-    """A place to write to, which takes the place of `path` once it is written."""
+    """A place to write to, which takes the place of `path` once it is written; in a folder that is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{uuid4().hex}.tmp")
     try:
         yield scratch

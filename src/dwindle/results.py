@@ -16,6 +16,7 @@ import torch
 
 from . import ranks
 from .errors import DwindleError, unknown
+from .files import check_folder
 from .train.state import defaults, differing
 
 
@@ -42,7 +43,7 @@ class Results:
         self.name, self.out, self.folder = name, Path(out), Path(results) / name
         self.only = set(only or known)
         self.end = None if until is None else time.monotonic() + until
-        self.folder.mkdir(parents=True, exist_ok=True)
+        check_folder(self.folder, "--results")
 
     @property
     def late(self) -> bool:

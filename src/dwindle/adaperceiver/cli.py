@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checkpoint import OWN, family_of
@@ -15,14 +16,17 @@ from ..files import write_text
 from ..model import Output
 from ..terminal import device_for, evaluated, finish, numbers, only_for, progress_bar, shared, show_table
 from ..train.data import limit as first
+from ..train.data import open_data
 from . import dense
 from .commands import load_network, show_policies
 from .compare import POLICIES, markdown, summarised
 from .images import images_for, preprocess_for
 from .model import AdaPerceiver
 from .policies import load_policy
+from .settings import check
 
 LONGEST = 1024  # side of a drawn map
+TIMED = 64  # images, at least, that early exit is timed on: each takes its own time
 PRESET = "adaperceiver_"  # and a preset's name: that network, untrained
 
 
@@ -101,8 +105,18 @@ def _evaluate_dense(
         _tell(checkpoint, data, result, named)
 
 
-def bench(name: str, batches: Sequence[int], dtype: str, seconds: float, device: str | None) -> None:
-    """The largest setting against half its tokens, half its depth, both, and its least width; turn about."""
+def bench(
+    name: str,
+    batches: Sequence[int],
+    dtype: str,
+    seconds: float,
+    device: str | None,
+    data: str | None,
+    exit: str | None,
+    exits: str | None,
+) -> None:
+    """The largest setting against half its tokens, half its depth, both, and its least width; turn about. With `exit`
+    against early exit on images of `data`."""
     from ..bench import DTYPES
     from .grid import latencies
 
@@ -110,7 +124,15 @@ def bench(name: str, batches: Sequence[int], dtype: str, seconds: float, device:
         raise unknown("dtype of an AdaPerceiver", dtype, DTYPES)
     untrained = is_preset(name)
     model = AdaPerceiver.preset(name.removeprefix(PRESET)) if untrained else load_network(name, dense=True)
-    place, tokens, depth, width = device_for(device), model.tokens[-1], model.depth, model.width
+    place = device_for(device)
+    if exit is not None and data is not None:
+        return _bench_exit(model, name, batches, dtype, seconds, place, data, exit, exits)
+    if data is not None or exit is not None or exits is not None:
+        raise DwindleError(
+            "An AdaPerceiver is timed at several settings, or with images that leave early: give --exit, the "
+            "confidence at which they do, and --data, real ones, both or none of them."
+        )
+    tokens, depth, width = model.tokens[-1], model.depth, model.width
     fewer, shallower = max(1, tokens // 2), max(1, depth // 2)
     settings = [(tokens, depth, width), (fewer, depth, width), (tokens, shallower, width)]
     settings += [(fewer, shallower, width), (tokens, depth, model.widths[0])]
@@ -125,6 +147,47 @@ def bench(name: str, batches: Sequence[int], dtype: str, seconds: float, device:
     columns = ["batch", "tokens", "depth", "width", "gmacs", "ms", "speedup"]
     show_table(f"{name} on {place}, {dtype}", columns, [[row[c] for c in columns] for row in rows])
     finish({"model": name, "device": place, "dtype": dtype, "rows": rows})
+
+
+def _bench_exit(
+    model: AdaPerceiver,
+    name: str,
+    batches: Sequence[int],
+    dtype: str,
+    seconds: float,
+    place: str,
+    data: str,
+    exit: str,
+    exits: str | None,
+) -> None:
+    """Early exit against the whole network, on images that are the same for every batch size and confidence."""
+    from ..bench import DTYPES
+    from .grid import exit_latencies
+
+    looks = numbers("--exits", exits, int) if exits else None
+    kinds = (None, looks) if looks else (None,)
+    asked = [(tau, some) for tau in numbers("--exit", exit, float) for some in kinds]
+    photos = first(open_data(data, "test"), max(TIMED, *batches), seed=0)
+    prepare = preprocess_for(model).eval_transform()
+    images = torch.stack([prepare(photos.image(i)) for i in range(len(photos))])
+    for tau, some in asked:
+        check(model, images, tau, some)
+    rows = []
+    with progress_bar() as bar:
+        task = bar.add_task("timing", total=len(batches))
+        for batch in batches:
+            timed = exit_latencies(model, images, asked, batch, place, DTYPES[dtype], seconds * (1 + len(asked)))
+            rows += [{"batch": batch, **row} for row in timed]
+            bar.advance(task)
+    columns = ["batch", "exit", "exits", "gmacs", "promised", "ms", "speedup"]
+    lines = [[_shown(row[column]) for column in columns] for row in rows]
+    show_table(f"{name} on {place}, {dtype}: early exit on {len(images)} images of {data}", columns, lines)
+    finish({"model": name, "device": place, "dtype": dtype, "data": data, "images": len(images), "rows": rows})
+
+
+def _shown(value: Any) -> Any:
+    """Of a setting that was not asked for: nothing."""
+    return "" if value is None else ",".join(map(str, value)) if isinstance(value, list) else value
 
 
 def compared(title: str, found: Sequence[dict[str, Any]], folder: Path) -> None:

@@ -108,7 +108,6 @@ def grid(
         "dtype": dtype,
         "device": place,
     }
-    out.mkdir(parents=True, exist_ok=True)
     write_text(out / "grid.json", json.dumps(result, indent=1) + "\n")
     figures.tradeoffs(rows, out / "tradeoff.png")
     full_width, where = [r for r in latency if r["width"] == model.width], f"batch {batch}, {dtype}, {place}"
@@ -181,7 +180,6 @@ def policies(
         )
     show_policies(f"{checkpoint} on {data}", rows)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         write_text(out / "policies.json", json.dumps(rows, indent=1) + "\n")
         for one in made:
             rules.save_policy(one.policy, out / one.file)

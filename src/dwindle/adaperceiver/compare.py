@@ -217,10 +217,8 @@ class AdaCompare(Results):
             device=self.device,
             progress=progress,
         )
-        keep = self._folder(POLICIES, recipe.seed)
-        keep.mkdir(parents=True, exist_ok=True)
         for one in made:
-            save_policy(one.policy, keep / one.file)
+            save_policy(one.policy, self._folder(POLICIES, recipe.seed) / one.file)
         return {"images": served.count, "rows": table}
 
 

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..trace import Trace
 from .cost import setting_macs
 from .model import AdaPerceiver
+from .settings import Looks
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 
@@ -49,8 +51,9 @@ def grid(
     for x, y in batches:
         x, y = x.to(place), y.to(place)
         with torch.autocast(place.type, torch.bfloat16, enabled=amp and place.type == "cuda"):
+            patches = model.embed(x, model.product(x))
             # (W, L, G, B, classes)
-            logits = torch.stack([model.every(x, width) for width in widths or model.widths])
+            logits = torch.stack([model.every(x, width, patches=patches) for width in widths or model.widths])
         best = logits.float().softmax(-1).max(-1)
         right.append((best.indices == y).cpu())
         sure.append(best.values.cpu())
@@ -128,14 +131,48 @@ def latencies(
     images = torch.randn(batch, model.channels, model.image, model.image, device=place, dtype=dtype)
     spent = milliseconds([partial(model, images, t, d, w) for t, d, w in settings], seconds, place)
     return [
-        {
-            "tokens": t,
-            "depth": d,
-            "width": w,
-            "ms": round(statistics.median(times), 3),
-            "speedup": round(statistics.median(a / b for a, b in zip(spent[0], times)), 3),
-            "gmacs": round(setting_macs(model, t, d, w) / 1e9, 4),
-            "rounds": len(times),
-        }
+        {"tokens": t, "depth": d, "width": w, "gmacs": round(setting_macs(model, t, d, w) / 1e9, 4)}
+        | _timed(times, spent[0])
         for (t, d, w), times in zip(settings, spent)
     ]
+
+
+@torch.no_grad()
+def exit_latencies(
+    model: AdaPerceiver,
+    images: Tensor,
+    asked: Sequence[tuple[float, Looks]],
+    batch: int,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seconds: float = 4.0,
+) -> list[dict[str, Any]]:
+    """Early exit executed on real images, so many at a time: the whole network first, then each (confidence, looks)
+    asked for, timed turn about. `promised` is the speedup that MACs would give, read-outs counted.
+    """
+    from ..bench import milliseconds
+
+    place = torch.device(device)
+    model = copy.deepcopy(model).eval().to(place, dtype)
+    batches = images.to(place, dtype).split(batch)
+
+    def run(exit: float | None, looks: Looks) -> list[Trace]:
+        return [model(part, exit=exit, exits=looks).trace for part in batches]
+
+    calls = [partial(run, tau, looks) for tau, looks in [(None, None), *asked]]
+    macs = [float(torch.cat([model.macs(trace) for trace in call()]).mean()) for call in calls]
+    spent = [[t / len(batches) for t in times] for times in milliseconds(calls, seconds, place)]
+    return [
+        {"exit": tau, "exits": looks, "gmacs": round(cost / 1e9, 4), "promised": round(macs[0] / cost, 3)}
+        | _timed(times, spent[0])
+        for (tau, looks), cost, times in zip([(None, None), *asked], macs, spent)
+    ]
+
+
+def _timed(times: Sequence[float], first: Sequence[float]) -> dict[str, Any]:
+    """Milliseconds, and how much faster than the first call, round by round."""
+    return {
+        "ms": round(statistics.median(times), 3),
+        "speedup": round(statistics.median(a / b for a, b in zip(first, times)), 3),
+        "rounds": len(times),
+    }

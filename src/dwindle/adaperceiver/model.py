@@ -258,16 +258,22 @@ class AdaPerceiver(Network):
         return Answers(answers(self.depth, z, patches, grains)[0], torch.stack(depths) if depths else None)
 
     @torch.no_grad()
-    def every(self, images: Tensor, width: int | None = None, depths: Sequence[int] | None = None) -> Tensor:
+    def every(
+        self,
+        images: Tensor,
+        width: int | None = None,
+        depths: Sequence[int] | None = None,
+        patches: Tensor | None = None,
+    ) -> Tensor:
         """(L, G, B, classes): the answer at each depth, or at those asked for, and trained granularity; with the mask
-        of C.4 out of one run.
+        of C.4 out of one run. patches: as for `forward`.
         """
         wanted = range(1, self.depth + 1) if depths is None else depths
         if not wanted:
             raise DwindleError("depths is empty; name at least one, or leave it out for all.")
         _, _, (w, *_) = settings(self, None, wanted, width, len(wanted))
         linear = self.product(images)
-        patches = self.embed(images, linear)
+        patches = self.embed(images, linear) if patches is None else patches
         runs = [self.tokens] if self.mask == "blocks" else [(t,) for t in self.tokens]
         return torch.cat([self._nested(patches, nested, w, wanted, linear) for nested in runs], 1)
 

@@ -229,7 +229,8 @@ def train_policies(
         for x, y in batches:
             x, y = x.to(place), y.to(place)
             with torch.no_grad(), torch.autocast(place.type, torch.bfloat16, enabled=place.type == "cuda"):
-                patches, said = model.embed(x), model.every(x, depths=depths)  # (L, G, B, classes)
+                patches = model.embed(x, model.product(x))
+                said = model.every(x, depths=depths, patches=patches)  # (L, G, B, classes)
             answers = said.flatten(0, 2).float()
             loss = F.cross_entropy(answers, y.repeat(len(answers) // len(y)), reduction="none").view(said.shape[:3])
             for learner in learners:

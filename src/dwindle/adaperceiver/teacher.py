@@ -14,6 +14,7 @@ from ..engine.recording import captured
 from ..errors import DwindleError
 from ..methods.static import Static
 from ..model import AdaptiveViT, adapt
+from ..ops.half import autocast
 from ..ops.patches import cut_by_matmul
 
 
@@ -23,7 +24,7 @@ class Teacher:
     It sees images of another size than its own resampled to its own. compiled: on a GPU, and as one CUDA graph.
     """
 
-    def __init__(self, named: str, device: torch.device, *, amp: bool = True) -> None:
+    def __init__(self, named: str, device: torch.device, *, halves: bool = True) -> None:
         try:
             model: Any = load(named)
         except DwindleError as error:
@@ -40,7 +41,7 @@ class Teacher:
             self.image, self.cells = (model.image, model.image), model.grid((model.image, model.image))
         self.dense = self.halting or model.outputs == "dense"
         self.model = model.eval().requires_grad_(False).to(device)
-        self.device, self.amp, self.compiled = device, amp and device.type == "cuda", False
+        self.device, self.halves, self.compiled = device, halves, False
         self.grid: tuple[int, int] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -61,8 +62,9 @@ class Teacher:
 
     def _answer(self, x: Tensor) -> Tensor:
         if tuple(x.shape[-2:]) != self.image:
+            x = x if x.is_cuda else x.float()  # on a CPU torch resamples no bf16
             x = F.interpolate(x, size=self.image, mode="bicubic", antialias=True)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp), self._fast():
+        with autocast(self.device, self.halves), self._fast():
             out = self.model(x, layout="masked") if self.halting else self.model(x)
         return (out.logits if self.grid is None else self._on_grid(out.features)).float()
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .. import ranks
 from ..errors import DwindleError
 from ..images import Preprocess
+from ..ops.half import autocast
 from ..train.batches import Resident, mix, seeded
 from ..train.data import Images, check_labels, open_data
 from ..train.data import limit as first
@@ -71,7 +72,8 @@ class AdaRun(Run):
         claim_folder(self.out, resume)
         self._open(limit, train_images, eval_images)
         seed_everything(recipe.seed)
-        self.teacher = Teacher(recipe.teacher, self.device, amp=recipe.amp) if recipe.teacher is not None else None
+        halves = recipe.halves(self.device)
+        self.teacher = Teacher(recipe.teacher, self.device, halves=halves) if recipe.teacher is not None else None
         self.model = self._build()
         self.model.attention = recipe.attention
         self.preprocess = whole_if_small(Preprocess(size=self.model.image), self.train_images)
@@ -259,8 +261,7 @@ class AdaRun(Run):
         drawn: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Leaves gradients on the parameters, and returns the terms."""
-        amp = self.recipe.amp and self.device.type == "cuda"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=amp):
+        with autocast(self.device, self.recipe.halves(self.device)):
             terms = self.terms(self.model.answers(x, widths, sampled, drawn), y, taught, drawn)
         terms["total"].backward()
         return {name: value.detach().float() for name, value in terms.items()}

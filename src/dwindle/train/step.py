@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import ranks
 from ..model import AdaptiveViT, Output
+from ..ops.half import autocast
 from .batches import seeded
 from .recipe import Recipe
 from .record import Recorded, record
@@ -25,11 +26,11 @@ class Lesson(nn.Module):
     def __init__(self, model: AdaptiveViT, teacher: Teacher | None, recipe: Recipe, device: torch.device) -> None:
         super().__init__()
         self.model, self.teacher, self.recipe, self.device = model, teacher, recipe, device
-        self.compiled = False
+        self.halves, self.compiled = recipe.halves(device), False
 
     def forward(self, x: Tensor, y: Tensor, *said: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         model, teacher = self.model, self.teacher
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.amp and self.device.type == "cuda"):
+        with autocast(self.device, self.halves):
             with fast(model, self.compiled):
                 out = model(x, layout=self.recipe.layout)
             taught = teacher.output(dict(zip(teacher.names, said)), x) if teacher is not None else None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..methods import Method
 from ..model import AdaptiveViT, Output
+from ..ops.half import autocast
 from ..ops.patches import cut_by_matmul
 from ..tokens import Where
 from ..trace import Trace
@@ -60,7 +61,7 @@ class Teacher:
         self, model: AdaptiveViT, method: Method, recipe: Recipe, device: torch.device, answers: Answers | None = None
     ) -> None:
         self.model, self.device, self.answers = model, device, answers
-        self.amp, self.parts = recipe.amp and device.type == "cuda", recipe.accumulate
+        self.halves, self.parts = recipe.halves(device), recipe.accumulate
         asked = {"attention": method.asks_attention, "features": method.asks_features}
         self.names = ("logits", *(name for name, wanted in asked.items() if wanted))
         self.asked = 0  # batches of the epoch it was really asked about
@@ -86,7 +87,7 @@ class Teacher:
 
     @torch.no_grad()
     def _ask_part(self, x: Tensor) -> dict[str, Tensor]:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp), fast(self.model, self.compiled):
+        with autocast(self.device, self.halves), fast(self.model, self.compiled):
             out = self.model(x, layout="masked")
         said = {"logits": out.logits}
         if "attention" in self.names:

@@ -1,0 +1,134 @@
+"""Training in bf16 on a CPU: attention by products, who may ask for it, and memory that stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dwindle.errors import DwindleError
+from dwindle.ops import half
+from dwindle.ops.attention import attend_ref
+from dwindle.recipes import ada_tiny_test, tiny_test
+from dwindle.train.heap import keep_pages
+
+CPU = torch.device("cpu")
+
+
+def given(dtype, queries=9, keys=7, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((2, 3, queries, 16), (2, 3, keys, 16), (2, 3, keys, 8))
+    return [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def masks(queries=9, keys=7):
+    seen = torch.rand(queries, keys, generator=torch.Generator().manual_seed(1)) < 0.6
+    seen[:, 0] = True
+    added = torch.randn(2, 1, 1, keys, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return {"none": None, "bool": seen, "added": added}
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "added"])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_attention_by_products_is_torchs_forward_and_backward(mask, scale):
+    found = []
+    for attend in (F.scaled_dot_product_attention, half.attend_products):
+        q, k, v = (x.requires_grad_() for x in given(torch.float64))
+        out = attend(q, k, v, attn_mask=masks()[mask], scale=scale)
+        (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+        found.append((out.detach(), q.grad, k.grad, v.grad))
+    for ours, theirs in zip(*found):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_in_bf16_it_errs_no_more_than_twice_as_far_as_plain_torch(seed):
+    exact = F.scaled_dot_product_attention(*given(torch.float32, 40, 40, seed))
+    rough = given(torch.bfloat16, 40, 40, seed)
+    plain = attend_ref(*rough, torch.ones(2, 40))
+    ours = half.attend_products(*rough)
+    assert (ours.float() - exact).abs().max() <= 2 * (plain.float() - exact).abs().max()
+
+
+def test_autocast_on_a_cpu_hands_over_what_products_can_do(monkeypatch):
+    asked, real = [], half.attend_products
+    monkeypatch.setattr(half, "attend_products", lambda *args: asked.append(1) or real(*args))
+    q, k, v = given(torch.bfloat16, 7, 7)
+
+    def attend(q=q, k=k, v=v, **options):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+    with half.autocast(CPU, True):
+        assert torch.is_autocast_enabled("cpu")
+        attend()
+        attend(attn_mask=masks(7)["bool"])
+        assert len(asked) == 2
+        torch.testing.assert_close(attend(is_causal=True)[..., :1, :], v[..., :1, :])  # the first row sees itself alone
+        attend(dropout_p=0.5)
+        attend(*(x.float() for x in (q, k, v)))
+        assert len(asked) == 2
+    with half.autocast(CPU, False):
+        assert not torch.is_autocast_enabled("cpu")
+        attend()
+    attend()
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("make", [tiny_test, ada_tiny_test])
+def test_a_cpu_trains_in_bf16_only_where_that_is_asked_for_and_runs(make, monkeypatch):
+    recipe = make()
+    assert recipe.amp and not recipe.halves(CPU)
+    assert recipe.halves(torch.device("cuda"))
+    assert not dataclasses.replace(recipe, amp=False).halves(torch.device("cuda"))
+    assert not recipe.halves(torch.device("mps"))
+    asks = dataclasses.replace(recipe, cpu_amp=True)
+    monkeypatch.setattr("dwindle.train.recipe.cpu_multiplies_bf16", lambda: True)
+    assert asks.halves(CPU)
+    monkeypatch.setattr("dwindle.train.recipe.cpu_multiplies_bf16", lambda: False)
+    with pytest.raises(DwindleError, match=r"cpu_amp = True: this CPU does not multiply in bf16.*leave cpu_amp out"):
+        asks.halves(CPU)
+
+
+def test_a_cpu_whose_product_ends_the_process_is_found_out(monkeypatch):
+    """As AMX does in a virtual machine that tells of it and does not allow it."""
+    half.cpu_multiplies_bf16.cache_clear()
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(half, "PROBE", "import os; os.abort()")
+    try:
+        assert not half.cpu_multiplies_bf16()
+    finally:
+        half.cpu_multiplies_bf16.cache_clear()
+
+
+MEMORY = """
+import sys, torch
+from dwindle.train.heap import keep_pages
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+if sys.argv[1] == "keep":
+    assert keep_pages()
+before = resident()
+x = torch.ones(2**26)
+del x
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux how much memory a process holds")
+def test_freed_memory_stays_with_the_process():
+    def held(how):
+        done = subprocess.run([sys.executable, "-c", MEMORY, how], capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    assert held("keep") > 2**27 > held("free")
+
+
+def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert keep_pages() is False
