@@ -26,10 +26,18 @@ from dwindle.methods.shallow import Shallow
 from dwindle.methods.similarity import Similarity
 from dwindle.methods.tome import ToMe
 from dwindle.methods.topk import TopK
+from dwindle.ops.half import cpu_multiplies_bf16
 
 torch.set_num_threads(1)  # two test processes share two cores, and the models are tiny
 SIZE = 32
 TINY = {"img_size": SIZE, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 5}
+
+
+@pytest.fixture
+def bf16_on_cpu():
+    """Where a CPU multiplies in bf16; asked when a test runs, as it takes another process."""
+    if not cpu_multiplies_bf16():
+        pytest.skip("this CPU does not multiply in bf16")
 
 
 @pytest.fixture

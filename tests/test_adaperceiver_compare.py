@@ -79,6 +79,21 @@ def test_everything_is_made_once(places, monkeypatch):
     del adaptive["conditions"]["mask_steps"]  # as if made before there was such a setting
     (folder / "adaptive-s0.json").write_text(json.dumps(adaptive))
     assert run(LINE, **places).json == done.json
+    monkeypatch.undo()
+    config = places["out"] / "adaptive-s0" / "config.json"
+    known = json.loads(config.read_text())
+    del known["extra"]["recipe"]["cpu_amp"]
+    config.write_text(json.dumps(known))
+    (folder / "policies-s0.json").unlink()
+    assert run(LINE + " --only policies", **places).code == 0
+
+
+def test_what_fails_at_once_leaves_nothing(places, tmp_path):
+    here = places | {"data": tmp_path / "nowhere", "out": tmp_path / "runs", "results": tmp_path / "results"}
+    refused(run(LINE, **here), "nowhere")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "results").write_text("")
+    refused(run(LINE, **places | {"out": tmp_path / "runs", "results": tmp_path / "results"}), "another --results")
 
 
 def test_a_killed_training_goes_on(places, tmp_path, monkeypatch):

@@ -16,7 +16,6 @@ import dwindle
 from dwindle.adaperceiver.blocks import SelfAttention, turned, turns
 from dwindle.adaperceiver.start import _speeds
 from dwindle.adaperceiver.train import AdaRun, feature_loss
-from dwindle.ops.half import cpu_multiplies_bf16
 from dwindle.recipes import ada_tiny_test
 from dwindle.train.recipe import changed
 
@@ -70,7 +69,7 @@ def test_resume_is_the_same_run(data, tmp_path, mask):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.skipif(not cpu_multiplies_bf16(), reason="this CPU does not multiply in bf16")
+@pytest.mark.usefixtures("bf16_on_cpu")
 @pytest.mark.parametrize("mask", ["blocks", "open"])
 def test_bf16_on_a_cpu_teaches_what_float32_does(data, teacher, tmp_path, mask):
     given = (f"teacher={teacher}", f"method.mask={mask}", "resident=true", "method.readouts=own", "epochs=1")

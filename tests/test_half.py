@@ -14,7 +14,8 @@ from dwindle.errors import DwindleError
 from dwindle.ops import half
 from dwindle.ops.attention import attend_ref
 from dwindle.recipes import ada_tiny_test, tiny_test
-from dwindle.train.heap import keep_pages
+from dwindle.train import heap
+from dwindle.train.heap import kept_pages
 
 CPU = torch.device("cpu")
 
@@ -32,28 +33,35 @@ def masks(queries=9, keys=7):
     return {"none": None, "bool": seen, "added": added}
 
 
-@pytest.mark.parametrize("mask", ["none", "bool", "added"])
+@pytest.mark.parametrize("mask", ["none", "bool", "added", "causal"])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_attention_by_products_is_torchs_forward_and_backward(mask, scale):
+@pytest.mark.parametrize("keys", [7, 9])
+def test_attention_by_products_is_torchs_forward_and_backward(mask, scale, keys):
     found = []
     for attend in (F.scaled_dot_product_attention, half.attend_products):
-        q, k, v = (x.requires_grad_() for x in given(torch.float64))
-        out = attend(q, k, v, attn_mask=masks()[mask], scale=scale)
+        q, k, v = (x.requires_grad_() for x in given(torch.float64, keys=keys))
+        out = attend(q, k, v, attn_mask=masks(keys=keys).get(mask), is_causal=mask == "causal", scale=scale)
         (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
         found.append((out.detach(), q.grad, k.grad, v.grad))
     for ours, theirs in zip(*found):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_in_bf16_it_errs_no_more_than_twice_as_far_as_plain_torch(seed):
-    exact = F.scaled_dot_product_attention(*given(torch.float32, 40, 40, seed))
-    rough = given(torch.bfloat16, 40, 40, seed)
-    plain = attend_ref(*rough, torch.ones(2, 40))
-    ours = half.attend_products(*rough)
+@pytest.mark.usefixtures("bf16_on_cpu")
+@pytest.mark.parametrize("size", [1.0, 4.0, 16.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_in_bf16_it_errs_no_more_than_twice_as_far_as_plain_torch(seed, size):
+    """size: of the scores. A fused kernel, which does not round them, errs less."""
+    q, k, v = given(torch.bfloat16, 40, 40, seed)
+    q = q * size
+    exact = F.scaled_dot_product_attention(q.float(), k.float(), v.float())
+    plain = attend_ref(q, k, v, torch.ones(2, 40))
+    ours = half.attend_products(q, k, v)
     assert (ours.float() - exact).abs().max() <= 2 * (plain.float() - exact).abs().max()
+    assert (ours.float() - exact).abs().mean() < 0.01 * max(1.0, size / 4)
 
 
+@pytest.mark.usefixtures("bf16_on_cpu")
 def test_autocast_on_a_cpu_hands_over_what_products_can_do(monkeypatch):
     asked, real = [], half.attend_products
     monkeypatch.setattr(half, "attend_products", lambda *args: asked.append(1) or real(*args))
@@ -66,16 +74,21 @@ def test_autocast_on_a_cpu_hands_over_what_products_can_do(monkeypatch):
         assert torch.is_autocast_enabled("cpu")
         attend()
         attend(attn_mask=masks(7)["bool"])
-        assert len(asked) == 2
         torch.testing.assert_close(attend(is_causal=True)[..., :1, :], v[..., :1, :])  # the first row sees itself alone
-        attend(dropout_p=0.5)
+        assert not attend(dropout_p=1.0).any()
+        assert len(asked) == 4
         attend(*(x.float() for x in (q, k, v)))
-        assert len(asked) == 2
+        attend(k=k[:, :1], v=v[:, :1], enable_gqa=True)
+        with pytest.raises(RuntimeError, match="attn_mask"):
+            attend(attn_mask=masks(7)["bool"], is_causal=True)
+        assert len(asked) == 4
+        F.scaled_dot_product_attention(query=q, key=k, value=v)
+        assert len(asked) == 5
     with half.autocast(CPU, False):
         assert not torch.is_autocast_enabled("cpu")
         attend()
     attend()
-    assert len(asked) == 2
+    assert len(asked) == 5
 
 
 @pytest.mark.parametrize("make", [tiny_test, ada_tiny_test])
@@ -86,11 +99,13 @@ def test_a_cpu_trains_in_bf16_only_where_that_is_asked_for_and_runs(make, monkey
     assert not dataclasses.replace(recipe, amp=False).halves(torch.device("cuda"))
     assert not recipe.halves(torch.device("mps"))
     asks = dataclasses.replace(recipe, cpu_amp=True)
-    monkeypatch.setattr("dwindle.train.recipe.cpu_multiplies_bf16", lambda: True)
+    monkeypatch.setattr(half, "cpu_multiplies_bf16", lambda: True)
     assert asks.halves(CPU)
-    monkeypatch.setattr("dwindle.train.recipe.cpu_multiplies_bf16", lambda: False)
-    with pytest.raises(DwindleError, match=r"cpu_amp = True: this CPU does not multiply in bf16.*leave cpu_amp out"):
-        asks.halves(CPU)
+    monkeypatch.setattr(half, "cpu_multiplies_bf16", lambda: False)
+    for tells, why in ((False, "has no instructions"), (True, "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16")):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda tells=tells: tells)
+        with pytest.raises(DwindleError, match=rf"cpu_amp = True: this CPU .*{why}.*--set cpu_amp=false"):
+            asks.halves(CPU)
 
 
 def test_a_cpu_whose_product_ends_the_process_is_found_out(monkeypatch):
@@ -105,30 +120,33 @@ def test_a_cpu_whose_product_ends_the_process_is_found_out(monkeypatch):
 
 
 MEMORY = """
-import sys, torch
-from dwindle.train.heap import keep_pages
+import resource, torch
+from dwindle.train.heap import kept_pages
 
 def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * 4096
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20
 
-if sys.argv[1] == "keep":
-    assert keep_pages()
-before = resident()
-x = torch.ones(2**26)
-del x
-print(resident() - before)
+def grown():
+    before = resident()
+    x = torch.ones(600 * 2**20)  # 2.3 GiB
+    del x
+    return resident() - before
+
+freed = grown()
+with kept_pages():
+    kept = grown()
+print(freed, kept, resident())
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux how much memory a process holds")
-def test_freed_memory_stays_with_the_process():
-    def held(how):
-        done = subprocess.run([sys.executable, "-c", MEMORY, how], capture_output=True, text=True, check=True)
-        return int(done.stdout)
-
-    assert held("keep") > 2**27 > held("free")
+def test_freed_memory_stays_with_the_process_as_long_as_it_is_asked_to():
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    freed, kept, left = map(int, done.stdout.split())
+    assert freed < 100 and kept > 2300 and left < 1500
 
 
 def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
-    assert keep_pages() is False
+    with kept_pages():
+        assert heap._glibc() is None

@@ -40,6 +40,15 @@ def test_it_learns_and_writes(done):
     assert not [p.name for p in out.iterdir() if p.name.startswith(".")]
 
 
+@pytest.mark.usefixtures("bf16_on_cpu")
+def test_bf16_on_a_cpu_learns_as_float32_does(done, tmp_path):
+    _, rows, _ = done
+    run, half = trained(tmp_path / "half", changed(tsa_tiny_test(), ["cpu_amp=true"]))
+    assert all(p.dtype == torch.float32 for p in run.model.parameters())
+    assert half[-1]["loss"] != rows[-1]["loss"]
+    assert half[-1]["loss"] == pytest.approx(rows[-1]["loss"], rel=0.01)
+
+
 def test_it_comes_back(done):
     run, _, out = done
     model = dwindle.load(out)

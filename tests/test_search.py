@@ -103,6 +103,11 @@ def test_a_killed_search_goes_on_to_the_same_result(optuna, data, tmp_path):
     torch.manual_seed(123)
     assert run("killed") == whole
     assert run("killed") == whole  # nothing left to do
+    study = optuna.load_study(study_name="dwindle", storage=f"sqlite:///{tmp_path / 'killed' / search_module.STUDY}")
+    begun = dict(study.user_attrs["given"])
+    del begun["cpu_amp"]  # as if begun before there was such a setting
+    study.set_user_attr("given", begun)
+    assert run("killed") == whole
 
 
 def test_no_budget_counts_accuracy_alone_unless_one_is_given(optuna, data, tmp_path):

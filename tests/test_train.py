@@ -12,7 +12,6 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import dwindle
-from dwindle.ops.half import cpu_multiplies_bf16
 from dwindle.recipes import tiny_test
 from dwindle.train.build import build_vit, parameter_groups
 from dwindle.train.loop import Run
@@ -278,7 +277,7 @@ def test_a_recorded_step_is_the_eager_one(method, data, tmp_path):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)
 
 
-@pytest.mark.skipif(not cpu_multiplies_bf16(), reason="this CPU does not multiply in bf16")
+@pytest.mark.usefixtures("bf16_on_cpu")
 @pytest.mark.parametrize(
     "options", [{}, {"method": "AViT", "method_options": {"target_depth": 3.0}}, {"teacher": "static"}]
 )

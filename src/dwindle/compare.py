@@ -33,7 +33,7 @@ STATIC = "static"
 INCIDENTAL = ("weights", "save_every", "eval_every", "workers", "compile", "resident", "parallel", "layout")
 
 # What a teacher's answers depend on, beside the data.
-SOURCE = ("teacher", "model", "seed", "batch", "image_size", "amp", "compile")
+SOURCE = ("teacher", "model", "seed", "batch", "image_size", "amp", "cpu_amp", "compile")
 BATCHES = (*SOURCE, "min_scale", "jitter", "augment", "mixup", "cutmix", "mix_prob")
 
 

@@ -160,7 +160,7 @@ def _bench_exit(
     exit: str,
     exits: str | None,
 ) -> None:
-    """Early exit against the whole network, on images that are the same for every batch size and confidence."""
+    """Early exit against the whole network, on the same images for every batch size and confidence."""
     from ..bench import DTYPES
     from .grid import exit_latencies
 

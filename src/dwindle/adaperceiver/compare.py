@@ -22,7 +22,7 @@ from ..compare import INCIDENTAL
 from ..errors import DwindleError
 from ..files import write_text
 from ..results import Results, machine, read_result, slug
-from ..train.state import STATE, differing
+from ..train.state import STATE, defaults, differing
 from .grid import between, falls, grid, rows
 from .images import served_from
 from .model import AdaPerceiver
@@ -187,7 +187,8 @@ class AdaCompare(Results):
         """A checkpoint is written amid a training too, and may be of another one."""
         ours = {n: value for n, value in dataclasses.asdict(recipe).items() if n not in INCIDENTAL}
         ours["weights"] = Path(recipe.weights or "none").name  # as a checkpoint has it
-        others, done = differing(model.extra.get("recipe", {}), ours), model.extra.get("results", {}).get("epoch")
+        theirs, done = model.extra.get("recipe", {}), model.extra.get("results", {}).get("epoch")
+        others = differing(defaults(recipe) | theirs, ours)
         if others or done != recipe.epochs:
             what = f"was trained with {others}" if others else f"is at epoch {done} of {recipe.epochs}"
             raise DwindleError(f"{folder} {what}: policies need the trained network; run '{ADAPTIVE}' first.")

@@ -139,12 +139,7 @@ class AdaPerceiver(Network):
         groups: dict[tuple[int, int], list[int]] = {}
         for i, setting in enumerate(zip(t_B, w_B)):
             groups.setdefault(setting, []).append(i)
-        if patches is None:
-            patches = self.embed(images, linear)
-        elif patches.shape != (wanted := (count, self.patches((images.shape[-2], images.shape[-1])), self.width)):
-            raise DwindleError(
-                f"patches of shape {tuple(patches.shape)}: these images have {wanted}; take model.embed's."
-            )
+        patches = self._patches(images, patches, linear)
         left: list[int] = []  # images in the order in which they leave
         logits: list[Tensor] = []
         features: list[Tensor] = []
@@ -220,6 +215,17 @@ class AdaPerceiver(Network):
             rows = [rows[n] for n in stay]
             z, patches = picked(z, staying), self._asking(patches, staying)
 
+    def _patches(self, images: Tensor, given: Tensor | None, linear: Product) -> Tensor:
+        """The images' input tokens, where they were not given."""
+        if given is None:
+            return self.embed(images, linear)
+        wanted = (len(images), self.patches((images.shape[-2], images.shape[-1])), self.width)
+        if given.shape != wanted:
+            raise DwindleError(
+                f"patches of shape {tuple(given.shape)}: these images have {wanted}; take model.embed's."
+            )
+        return given
+
     def _asking(self, patches: Tensor, who: Tensor | None) -> Tensor:
         """The patches of these images, where answers are read out by patch; else none of them is needed any more."""
         return patches if self.outputs == "class" else picked(patches, who)
@@ -273,7 +279,7 @@ class AdaPerceiver(Network):
             raise DwindleError("depths is empty; name at least one, or leave it out for all.")
         _, _, (w, *_) = settings(self, None, wanted, width, len(wanted))
         linear = self.product(images)
-        patches = self.embed(images, linear) if patches is None else patches
+        patches = self._patches(images, patches, linear)
         runs = [self.tokens] if self.mask == "blocks" else [(t,) for t in self.tokens]
         return torch.cat([self._nested(patches, nested, w, wanted, linear) for nested in runs], 1)
 

@@ -24,7 +24,7 @@ class Teacher:
     It sees images of another size than its own resampled to its own. compiled: on a GPU, and as one CUDA graph.
     """
 
-    def __init__(self, named: str, device: torch.device, *, halves: bool = True) -> None:
+    def __init__(self, named: str, device: torch.device, halves: bool) -> None:
         try:
             model: Any = load(named)
         except DwindleError as error:

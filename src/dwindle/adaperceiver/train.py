@@ -67,13 +67,13 @@ class AdaRun(Run):
         self.given = dataclasses.asdict(recipe) | {"data": data, "eval_data": eval_data, "limit": limit}
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         recipe.check()
+        self.halves = recipe.halves(self.device)
         if ranks.started() > 1:
             raise DwindleError(f"AdaPerceiver trains in one process, not {ranks.started()}; start it without torchrun.")
         claim_folder(self.out, resume)
         self._open(limit, train_images, eval_images)
         seed_everything(recipe.seed)
-        halves = recipe.halves(self.device)
-        self.teacher = Teacher(recipe.teacher, self.device, halves=halves) if recipe.teacher is not None else None
+        self.teacher = Teacher(recipe.teacher, self.device, self.halves) if recipe.teacher is not None else None
         self.model = self._build()
         self.model.attention = recipe.attention
         self.preprocess = whole_if_small(Preprocess(size=self.model.image), self.train_images)
@@ -261,7 +261,7 @@ class AdaRun(Run):
         drawn: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Leaves gradients on the parameters, and returns the terms."""
-        with autocast(self.device, self.recipe.halves(self.device)):
+        with autocast(self.device, self.halves):
             terms = self.terms(self.model.answers(x, widths, sampled, drawn), y, taught, drawn)
         terms["total"].backward()
         return {name: value.detach().float() for name, value in terms.items()}

@@ -20,6 +20,8 @@ from .. import ranks
 from ..checkpoint import save
 from ..errors import DwindleError
 from ..methods.base import require
+from ..ops.half import autocast, halves
+from ..train.heap import kept_pages
 from ..train.recipe import made
 from ..train.record import Recorded, record
 from ..train.state import claim_folder, random_state, read_state, restore_random, write_metrics, write_state
@@ -54,6 +56,7 @@ class LMRecipe:
     beta2: float = 0.99
     clip: float = 1.0
     amp: bool = True  # bf16 autocast on a GPU
+    cpu_amp: bool = False  # the same on a CPU, one that multiplies in bf16 (AMD since Zen 4, Intel since Cooper Lake)
     compile: bool | None = None  # compile the blocks; on a GPU also record the step as a CUDA graph. None: on a GPU
     seed: int = 0
     eval_every: int = 500  # steps; a checkpoint is written with it, so it is what a kill may cost
@@ -96,6 +99,7 @@ class LMRun:
         self.recipe, self.out = recipe, Path(out)
         self.given = json.loads(json.dumps(dataclasses.asdict(recipe)))
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.halves = halves(self.device, recipe.amp, recipe.cpu_amp)
         claim_folder(self.out, resume)
         self.text = (text or open_text(recipe.data)).to(self.device)  # all of it: a step waits for no copy
         check_long(self.text.train, recipe.context, self.text.name)
@@ -121,7 +125,7 @@ class LMRun:
         return self.device.type == "cuda"
 
     def _backward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.amp and self._gpu):
+        with autocast(self.device, self.halves):
             terms = self.model.terms(self.model(x), y)
         terms["total"].backward()
         return {name: value.detach() for name, value in terms.items()}
@@ -131,23 +135,26 @@ class LMRun:
         recipe, since = self.recipe, self.step
         sums: dict[str, Tensor] = {}
         begin = time.perf_counter()
-        while self.step < recipe.steps:
-            terms = self._learn()
-            for name, value in terms.items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + value
-            if tick:
-                tick(self.step, terms)
-            last = self.step == recipe.steps
-            if last or self.step % recipe.eval_every == 0:
-                numbers: dict[str, float] = {name: float(value) / (self.step - since) for name, value in sums.items()}
-                if not math.isfinite(numbers["total"]):
-                    raise DwindleError(f"The loss became {numbers['total']} by step {self.step}; lower lr.")
-                speed = (self.step - since) * recipe.batch * recipe.context / (time.perf_counter() - begin)
-                row = {"step": self.step, **numbers, **self.evaluate(), "train_tokens_per_s": round(speed)}
-                self.history.append(row)
-                self._save()
-                yield row
-                sums, since, begin = {}, self.step, time.perf_counter()
+        with kept_pages(self.device.type == "cpu"):
+            while self.step < recipe.steps:
+                terms = self._learn()
+                for name, value in terms.items():
+                    sums[name] = sums.get(name, torch.zeros_like(value)) + value
+                if tick:
+                    tick(self.step, terms)
+                last = self.step == recipe.steps
+                if last or self.step % recipe.eval_every == 0:
+                    numbers: dict[str, float] = {
+                        name: float(value) / (self.step - since) for name, value in sums.items()
+                    }
+                    if not math.isfinite(numbers["total"]):
+                        raise DwindleError(f"The loss became {numbers['total']} by step {self.step}; lower lr.")
+                    speed = (self.step - since) * recipe.batch * recipe.context / (time.perf_counter() - begin)
+                    row = {"step": self.step, **numbers, **self.evaluate(), "train_tokens_per_s": round(speed)}
+                    self.history.append(row)
+                    self._save()
+                    yield row
+                    sums, since, begin = {}, self.step, time.perf_counter()
 
     def _learn(self) -> dict[str, Tensor]:
         recipe, model = self.recipe, self.model

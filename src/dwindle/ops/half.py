@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..errors import DwindleError
+
 PROBE = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
 
 
@@ -32,13 +34,25 @@ def autocast(device: torch.device, enabled: bool) -> Iterator[None]:
 
 
 def attend_products(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
 ) -> Tensor:
-    """Attention by two products and a softmax, with all scores in memory. attn_mask: bool, or added to the scores."""
+    """Attention by two products and a softmax, with all scores in memory: in bf16 these are rounded to it, as by any
+    plain product, where a fused kernel keeps them in float32. attn_mask: bool, some key for each row, or added to the
+    scores.
+    """
     scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return scores.softmax(-1).to(v.dtype) @ v
+    weights = scores.softmax(-1).to(v.dtype)
+    return (F.dropout(weights, dropout_p) if dropout_p else weights) @ v
 
 
 class _Products(TorchFunctionMode):
@@ -50,18 +64,33 @@ class _Products(TorchFunctionMode):
 
     def attend(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
         **more: Any,
     ) -> Tensor:
-        if dropout_p or is_causal or any(more.values()) or q.dtype != torch.bfloat16:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, **more)
-        return attend_products(q, k, v, attn_mask, scale)
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        both = is_causal and attn_mask is not None  # which torch refuses
+        if both or any(more.values()) or query.dtype != torch.bfloat16:  # grouped heads; or no layer under autocast
+            return F.scaled_dot_product_attention(*given, scale=scale, **more)
+        return attend_products(*given, scale)
+
+
+def halves(device: torch.device, amp: bool, cpu_amp: bool) -> bool:
+    """Whether to train in bf16 on this device. amp: on a GPU; cpu_amp: on a CPU, which must be able to."""
+    if device.type != "cpu":
+        return amp and device.type == "cuda"
+    if cpu_amp and not cpu_multiplies_bf16():
+        why = "has no instructions to multiply in bf16"
+        if torch.cpu._is_avx512_bf16_supported():
+            why = "tells of instructions for bf16 that end a process here; one of Intel's may be mended by "
+            why += "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment"
+        raise DwindleError(f"cpu_amp = True: this CPU {why}; or train in float32, with --set cpu_amp=false.")
+    return cpu_amp
 
 
 @cache
@@ -71,4 +100,7 @@ def cpu_multiplies_bf16() -> bool:
     """
     if not torch.cpu._is_avx512_bf16_supported():
         return False
-    return subprocess.run([sys.executable, "-c", PROBE], capture_output=True).returncode == 0
+    try:
+        return subprocess.run([sys.executable, "-c", PROBE], capture_output=True, timeout=120).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False

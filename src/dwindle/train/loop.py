@@ -33,7 +33,7 @@ from .build import build_vit, parameter_groups
 from .data import Images, check_labels, open_data
 from .data import limit as first
 from .evaluate import calibrate, evaluate
-from .heap import keep_pages
+from .heap import kept_pages
 from .recipe import Recipe
 from .state import claim_folder, random_state, read_state, restore_random, write_metrics, write_state
 from .step import WORTH_COMPILING, Step, full_state, load_full_state, shard
@@ -69,6 +69,7 @@ class Run:
         self.given = dataclasses.asdict(recipe) | {"data": data, "eval_data": eval_data, "limit": limit}
         self.device = torch.device(ranks.join(device) or ("cuda" if torch.cuda.is_available() else "cpu"))
         recipe.check()
+        self.halves = recipe.halves(self.device)
         claim_folder(self.out, resume)
         self.train_images = train_images or open_data(data, "train")
         self.eval_images = eval_images or open_data(eval_data or data, "test")
@@ -209,7 +210,7 @@ class Run:
                 pre.std,
                 min_scale=recipe.min_scale,
                 jitter=recipe.jitter,
-                dtype=torch.bfloat16 if train and recipe.halves(self.device) else torch.float32,
+                dtype=torch.bfloat16 if train and self.halves else torch.float32,
                 part=part,
                 compiled=self.learn.bare.compiled,
             )
@@ -225,10 +226,9 @@ class Run:
     def epochs(self, tick: Any = None) -> Iterator[dict[str, float]]:
         """Train what is left to train. `tick(step, steps, terms)` is called after every step."""
         recipe, saved = self.recipe, time.monotonic()
-        if self.device.type == "cpu":
-            keep_pages()
         while self.epoch < recipe.epochs:
-            numbers = self._train_epoch(tick)
+            with kept_pages(self.device.type == "cpu"):
+                numbers = self._train_epoch(tick)
             self.epoch += 1
             last = self.epoch == recipe.epochs
             if last:

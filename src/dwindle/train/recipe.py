@@ -16,7 +16,7 @@ from ..errors import DwindleError, unknown
 from ..methods import Method
 from ..methods.base import require
 from ..model import DISTILLATIONS, LAYOUTS
-from ..ops.half import cpu_multiplies_bf16
+from ..ops.half import halves
 
 PARALLELS = ("ddp", "fsdp")
 
@@ -42,7 +42,7 @@ class Recipe:
     ema: float = 0.0  # decay of the average of the weights that is evaluated and saved; 0: no average
     freeze_backbone: bool = False
     amp: bool = True  # bf16 autocast on a GPU
-    cpu_amp: bool = False  # and on a CPU, one that multiplies in bf16 (AMD since Zen 4, Intel since Cooper Lake)
+    cpu_amp: bool = False  # the same on a CPU, one that multiplies in bf16 (AMD since Zen 4, Intel since Cooper Lake)
     layout: str = "masked"  # 'packed': only live tokens are computed; for methods whose decisions are hard in training
     compile: bool | None = None  # None: on a GPU, when the run is long enough to win the time back
     accumulate: int = 1  # micro-batches a batch is cut into
@@ -68,14 +68,7 @@ class Recipe:
 
     def halves(self, device: torch.device) -> bool:
         """Whether training computes in bf16 on this device."""
-        if device.type != "cpu":
-            return self.amp and device.type == "cuda"
-        if self.cpu_amp and not cpu_multiplies_bf16():
-            raise DwindleError(
-                "cpu_amp = True: this CPU does not multiply in bf16, or not under this system (an Intel one may with "
-                "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 set before Python starts); leave cpu_amp out."
-            )
-        return self.cpu_amp
+        return halves(device, self.amp, self.cpu_amp)
 
     def check(self) -> None:
         """Settings that cannot work, before anything is read or written."""

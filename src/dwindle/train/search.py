@@ -27,7 +27,7 @@ from .data import Images, hold_out, open_data
 from .data import limit as draw
 from .loop import Run
 from .recipe import Recipe, changed
-from .state import STATE
+from .state import STATE, defaults, differing
 
 if TYPE_CHECKING:
     import optuna
@@ -71,7 +71,7 @@ def search(
     parts = hold_out(images if limit is None else draw(images, limit, seed), holdout, seed)
     given = dataclasses.asdict(recipe) | {"data": data, "space": space, "holdout": holdout, "budget": budget}
     given |= {"budget_weight": budget_weight, "limit": limit, "search seed": seed}
-    study = _study(folder, json.loads(json.dumps(given)))
+    study = _study(folder, given, recipe)
     while sum(trial.state.is_finished() for trial in study.trials) < trials:
         trial = _next_trial(study, recipe, space, seed)
         settings = [f"{key}={trial.suggest_float(key, *space[key], log=True):.3g}" for key in space]
@@ -129,8 +129,10 @@ def _check(recipe: Recipe, space: Space, trials: int, weight: float) -> None:
             raise DwindleError(f"{key} is {option.annotation}; a search draws real numbers, such as method.lambda_p.")
 
 
-def _study(folder: Path, given: dict[str, Any]) -> optuna.Study:
-    """The study in the folder, new or begun earlier with the same arguments."""
+def _study(folder: Path, given: dict[str, Any], recipe: Recipe) -> optuna.Study:
+    """The study in the folder, new or begun earlier with the same arguments; settings that were not there yet count as
+    what they are in a plain recipe.
+    """
     import optuna
 
     if folder.is_file() or any(parent.is_file() for parent in folder.parents):
@@ -145,10 +147,9 @@ def _study(folder: Path, given: dict[str, Any]) -> optuna.Study:
         raise DwindleError(f"{path} cannot be read ({type(error).__name__}); choose another --out.") from error
     old = study.user_attrs.get("given")
     if old is None:
-        study.set_user_attr("given", given)
-    elif old != given:
-        differing = ", ".join(f"{k}={old.get(k)} (now {given.get(k)})" for k in given if old.get(k) != given.get(k))
-        raise DwindleError(f"{folder} holds a search with other settings: {differing}; choose another --out.")
+        study.set_user_attr("given", json.loads(json.dumps(given)))
+    elif others := differing(defaults(recipe) | old, given):
+        raise DwindleError(f"{folder} holds a search with other settings: {others}; choose another --out.")
     return study
 
 
