@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from pathlib import Path
 
 import pytest
 import timm
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
+from dwindle.adaperceiver.images import served_from
 from dwindle.card import model_card
 from dwindle.checkpoint import find, load_vit_weights, read_config, shipped
 
@@ -173,6 +175,22 @@ def test_shipped_checkpoint_is_a_real_aht(name, classes):
     assert (find(name) / "README.md").read_text() == model_card(read_config(find(name)), name)
     results = model.extra["results"]
     assert results["gmacs"] / results["gmacs_static"] == pytest.approx(0.67, rel=0.02)
+
+
+def test_shipped_adaperceiver_is_a_trained_one():
+    name = "ada_small_cifar100"
+    model = dwindle.load(name)
+    assert isinstance(model, dwindle.AdaPerceiver) and model.mask == "open" and len(model.extra["classes"]) == 100
+    assert (find(name) / "README.md").read_text() == model_card(read_config(find(name)), name)
+    assert model.static_macs() / 1e9 == pytest.approx(model.extra["results"]["gmacs"], abs=1e-4)
+    data = Path(__file__).resolve().parents[2] / "shared" / "data" / "cifar100"
+    if not data.is_dir():
+        pytest.skip("no CIFAR-100 beside the repository")
+    ((x, y),) = served_from(model, str(data), "test", "cpu", 128)(128)
+    largest, early, least = model(x), model(x, exit=0.8), model(x, tokens=32, depth=6, width=96)
+    right = [float((out.logits.argmax(-1) == y).float().mean()) for out in (largest, early, least)]
+    assert right[0] > 0.75 and right[1] > right[0] - 0.05 and 0.4 < right[2] < right[0]
+    assert model.macs(early.trace).mean() < 0.9 * model.macs(largest.trace).mean()
 
 
 def test_plain_weights(tmp_path):

@@ -98,6 +98,9 @@ def ada_cifar100_cpu() -> Recipe:
     """`ada_cifar100` as far as two cores come in an hour and a half, if they multiply in bf16.
 
     dwindle train ada_cifar100_cpu --data DATA/cifar100 --out runs/ada_cifar100_cpu --set compile=true
+
+    2 cores of an AMD EPYC (Zen 5), 88 minutes: 82.84 at 96 tokens, 12 blocks, width 192; what ships as
+    `ada_small_cifar100`.
     """
     return dataclasses.replace(
         _ada_cifar100(), epochs=7, batch=128, lr=4e-4, warmup_epochs=0.5, ema=0.998, cpu_amp=True
