@@ -277,6 +277,7 @@ def test_bad_comparisons(whole, data, tmp_path):
         with pytest.raises(dwindle.DwindleError, match=r"static-1.00-s0 is missing: .* run 'static' first"):
             list(comparing(data, tmp_path, only=[name]).results())
     folder = tmp_path / "results" / "tiny"
+    folder.mkdir(parents=True)
     (folder / "static-1.00-s0.json").write_text('{"top1": 3')
     (tmp_path / "runs" / "static-1.00-s0").mkdir(parents=True)
     (tmp_path / "runs" / "static-1.00-s0" / "config.json").write_text("{}")
