@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..trace import Trace
+from ..train.heap import kept_pages
 from .cost import setting_macs
 from .model import AdaPerceiver
 from .settings import Looks
@@ -48,17 +49,18 @@ def grid(
     place, training = torch.device(device), model.training
     model.eval().to(place)
     right, sure = [], []
-    for x, y in batches:
-        x, y = x.to(place), y.to(place)
-        with torch.autocast(place.type, torch.bfloat16, enabled=amp and place.type == "cuda"):
-            patches = model.embed(x, model.product(x))
-            # (W, L, G, B, classes)
-            logits = torch.stack([model.every(x, width, patches=patches) for width in widths or model.widths])
-        best = logits.float().softmax(-1).max(-1)
-        right.append((best.indices == y).cpu())
-        sure.append(best.values.cpu())
-        if progress:
-            progress(len(y))
+    with kept_pages(place.type == "cpu"):
+        for x, y in batches:
+            x, y = x.to(place), y.to(place)
+            with torch.autocast(place.type, torch.bfloat16, enabled=amp and place.type == "cuda"):
+                patches = model.embed(x, model.product(x))
+                # (W, L, G, B, classes)
+                logits = torch.stack([model.every(x, width, patches=patches) for width in widths or model.widths])
+            best = logits.float().softmax(-1).max(-1)
+            right.append((best.indices == y).cpu())
+            sure.append(best.values.cpu())
+            if progress:
+                progress(len(y))
     model.train(training)
     return Grid(torch.cat(right, -1), torch.cat(sure, -1))
 

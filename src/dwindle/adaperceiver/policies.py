@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..checkpoint import fill, read_weights
 from ..errors import DwindleError
 from ..files import write_weights
+from ..train.heap import kept_pages
 from .cost import setting_macs
 from .grid import Batches, Grid, grid
 from .grid import rows as settings
@@ -226,18 +227,19 @@ def train_policies(
     learners = [_Learner(model, choices, price, place, lr, decay, entropy, seed) for price, choices in wanted]
     depths = sorted({depth for _, choices in wanted for _, depth in choices})
     for batches in epochs:
-        for x, y in batches:
-            x, y = x.to(place), y.to(place)
-            with torch.no_grad(), torch.autocast(place.type, torch.bfloat16, enabled=place.type == "cuda"):
-                patches = model.embed(x, model.product(x))
-                said = model.every(x, depths=depths, patches=patches)  # (L, G, B, classes)
-            answers = said.flatten(0, 2).float()
-            loss = F.cross_entropy(answers, y.repeat(len(answers) // len(y)), reduction="none").view(said.shape[:3])
-            for learner in learners:
-                asked = [loss[depths.index(d), model.tokens.index(t)] for t, d in learner.policy.choices]
-                learner.step(patches.float(), torch.stack(asked))
-            if progress:
-                progress(len(y))
+        with kept_pages(place.type == "cpu"):
+            for x, y in batches:
+                x, y = x.to(place), y.to(place)
+                with torch.no_grad(), torch.autocast(place.type, torch.bfloat16, enabled=place.type == "cuda"):
+                    patches = model.embed(x, model.product(x))
+                    said = model.every(x, depths=depths, patches=patches)  # (L, G, B, classes)
+                answers = said.flatten(0, 2).float()
+                loss = F.cross_entropy(answers, y.repeat(len(answers) // len(y)), reduction="none").view(said.shape[:3])
+                for learner in learners:
+                    asked = [loss[depths.index(d), model.tokens.index(t)] for t, d in learner.policy.choices]
+                    learner.step(patches.float(), torch.stack(asked))
+                if progress:
+                    progress(len(y))
     return [learner.policy.eval() for learner in learners]
 
 
