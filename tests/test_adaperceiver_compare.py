@@ -7,6 +7,8 @@ import json
 
 import numpy as np
 import pytest
+import timm
+import torch
 from PIL import Image
 
 import dwindle
@@ -119,6 +121,19 @@ def test_a_killed_training_goes_on(places, tmp_path, monkeypatch):
     path = ("ada_tiny_compare", "adaptive-s0.json")
     ours, theirs = (json.loads(place["results"].joinpath(*path).read_text()) for place in (here, whole))
     assert ours["rows"] == theirs["rows"]
+
+
+def test_the_teacher_is_asked_once_for_all_networks(places, tmp_path, monkeypatch):
+    from dwindle.adaperceiver.teacher import Teacher
+
+    torch.manual_seed(0)
+    vit = timm.create_model("test_vit", num_classes=3, img_size=32)
+    teacher = dwindle.save(dwindle.adapt(vit, dwindle.Static()), tmp_path / "teacher")
+    asked, ask = [], Teacher.ask
+    monkeypatch.setattr(Teacher, "ask", lambda self, x: asked.append(len(x)) or ask(self, x))
+    here = places | {"out": tmp_path / "runs", "results": tmp_path / "results"}
+    assert run(LINE + " --set teacher={teacher}", **here, teacher=teacher).code == 0
+    assert len(asked) == 3 * 3  # the batches of the adaptive one's three epochs
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,11 @@ from PIL import Image
 import dwindle
 from dwindle.adaperceiver.blocks import SelfAttention, turned, turns
 from dwindle.adaperceiver.start import _speeds
+from dwindle.adaperceiver.teacher import Teacher
 from dwindle.adaperceiver.train import AdaRun, feature_loss
 from dwindle.recipes import ada_tiny_test
 from dwindle.train.recipe import changed
+from dwindle.train.teaching import Answers
 
 
 @pytest.fixture(scope="module")
@@ -215,8 +217,28 @@ def test_distils(data, teacher, tmp_path, kind):
     assert np.isfinite(numbers[-1]["total"])
     if kind == "soft":  # nothing to learn from itself
         x = torch.randn(4, 3, 32, 32)
-        answers = work.teacher(x)[None].expand(3, -1, -1)
+        answers = work.teacher(x, 0)[None].expand(3, -1, -1)
         assert float(work.loss(answers, torch.zeros(4, dtype=torch.long), answers[0]).abs().max()) < 1e-5
+
+
+def test_a_teacher_is_asked_once_where_batches_come_again(data, teacher, tmp_path, monkeypatch):
+    """Answers kept, asked for again, or lost by a kill: the same weights."""
+    given = (f"teacher={teacher}", "mixup=0.2", "epochs=4", "views=2", "resident=true", "stages=(0,0,1)")
+    asked, ask = [], Teacher.ask
+    monkeypatch.setattr(Teacher, "ask", lambda self, x: asked.append(len(x)) or ask(self, x))
+    kept = run(data, tmp_path / "kept", *given)
+    list(kept.epochs())
+    assert len(asked) == 2 * kept.steps_per_epoch
+    killed = run(data, tmp_path / "killed", *given)
+    for _ in zip(range(3), killed.epochs()):
+        pass
+    asked.clear()
+    list(run(data, tmp_path / "killed", *given, resume=True).epochs())
+    assert len(asked) == kept.steps_per_epoch
+    monkeypatch.setattr(Answers, "keep", lambda *_: None)
+    list(run(data, tmp_path / "asked", *given).epochs())
+    found = [dwindle.load(tmp_path / name).state_dict() for name in ("kept", "killed", "asked")]
+    assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])
 
 
 def test_feature_distillation(data, teacher, tmp_path):
@@ -405,9 +427,9 @@ def test_teacher_sees_its_own_size(data, vit, tmp_path):
     work = run(data, tmp_path / "run", f"teacher={vit}", "epochs=1")
     x = torch.randn(2, 3, 32, 32)
     large = torch.nn.functional.interpolate(x, size=(48, 48), mode="bicubic", antialias=True)
-    torch.testing.assert_close(work.teacher(x), dwindle.load(vit)(large).logits, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(work.teacher(x, 0), dwindle.load(vit)(large).logits, atol=1e-5, rtol=1e-4)
     work = run(data, tmp_path / "next", f"teacher={vit}", "epochs=1", "distill=features")
-    assert work.teacher(x).shape == (2, 16, 32)
+    assert work.teacher(x, 0).shape == (2, 16, 32)
     list(work.epochs())
 
 

@@ -207,6 +207,25 @@ def test_a_teacher_is_asked_once_for_runs_on_the_same_batches(method, data, tmp_
     assert answers.get(0, ("logits",)) is not None
 
 
+@pytest.mark.parametrize("resident", [False, True])
+def test_batches_come_again_and_the_teacher_is_asked_once(resident, data, tmp_path, monkeypatch):
+    recipe = small(teacher="static", mixup=0.2, epochs=5, views=2, resident=resident)
+    asked = {}
+    for name in ("kept", "asked"):
+        if name == "asked":
+            monkeypatch.setattr(Answers, "keep", lambda *_: None)
+        run = Run(recipe, data, tmp_path / name, device="cpu")
+        asked[name] = [run.learn.teacher.asked for _ in run.epochs()]
+    always = run.steps_per_epoch
+    assert asked == {"kept": [always, always, 0, 0, 0], "asked": [always] * 5}
+    ours, theirs = weights(tmp_path / "kept"), weights(tmp_path / "asked")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    epochs = [torch.cat([x for x, _ in run.batches(train=True, epoch=epoch)]) for epoch in range(3)]
+    assert torch.equal(epochs[0], epochs[2]) and not torch.equal(epochs[0], epochs[1])
+    with pytest.raises(dwindle.DwindleError, match="views = -1: it must be at least 0"):
+        small(views=-1).check()
+
+
 def test_answers_beyond_the_room_are_asked_again():
     room = Room(1000)
     answers, others = Answers(room), Answers(room)

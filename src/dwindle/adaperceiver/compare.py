@@ -23,6 +23,7 @@ from ..errors import DwindleError
 from ..files import write_text
 from ..results import Results, machine, read_result, slug
 from ..train.state import STATE, defaults, differing
+from ..train.teaching import Answers, Room
 from .grid import between, falls, grid, rows
 from .images import served_from
 from .model import AdaPerceiver
@@ -76,6 +77,8 @@ class AdaCompare(Results):
         self.comparison, self.data, self.eval_data = comparison, data, eval_data or data
         self.device, self.limit, self.tick = device, limit, tick
         self.resident: Any = None  # decoded once for all runs
+        self.answers: dict[int, Answers] = {}  # of the teacher, by seed: all runs of one see the same batches
+        self.room = Room()
         base = comparison.base
         with torch.device("meta"):
             self.whole = AdaPerceiver.preset(base.model, **base.method_options)
@@ -149,6 +152,7 @@ class AdaCompare(Results):
             resume=(folder / STATE).exists(),
             limit=self.limit,
             resident=self.resident,
+            answers=self.answers.setdefault(recipe.seed, Answers(self.room)),
         )
         self.resident = run.resident
         for _ in run.epochs(lambda step, steps, terms: self.tick(name, step, steps)):

@@ -196,7 +196,7 @@ class DenseRun(AdaRun):
         scenes: Any = self.train_images if train else self.eval_images
         scenes.size, scenes.train, scenes.preprocess, scenes.transform = self.model.image, train, self.preprocess, True
         ready = loader(scenes, self.batch, train, self.recipe.workers, self.recipe.seed)
-        ready.set_epoch(self.epoch if epoch is None else epoch)
+        ready.set_epoch(self.seen(self.epoch if epoch is None else epoch))
         return ready
 
     def loss(self, answers: Tensor, y: Tensor, taught: Tensor | None) -> Tensor:

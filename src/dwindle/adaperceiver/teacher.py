@@ -16,15 +16,17 @@ from ..methods.static import Static
 from ..model import AdaptiveViT, adapt
 from ..ops.half import autocast
 from ..ops.patches import cut_by_matmul
+from ..train.teaching import Answers
 
 
 class Teacher:
-    """`teacher(x)`: its answers (B, classes) to images; with a grid its patch features (B, P, width) on that grid.
+    """`teacher(x, step)`: its answers (B, classes) to images; with a grid its patch features (B, P, width) on it.
 
     It sees images of another size than its own resampled to its own. compiled: on a GPU, and as one CUDA graph.
+    answers: what it said to the same batches, here or in an earlier run; features are too large to keep.
     """
 
-    def __init__(self, named: str, device: torch.device, halves: bool) -> None:
+    def __init__(self, named: str, device: torch.device, halves: bool, answers: Answers | None = None) -> None:
         try:
             model: Any = load(named)
         except DwindleError as error:
@@ -44,9 +46,19 @@ class Teacher:
         self.device, self.halves, self.compiled = device, halves, False
         self.grid: tuple[int, int] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.answers = answers
+
+    def __call__(self, x: Tensor, step: int) -> Tensor:
+        if self.answers is None or self.grid is not None:
+            return self.ask(x)
+        held = self.answers.get(step, ("logits",))
+        if held is None:
+            held = {"logits": self.ask(x).clone()}
+            self.answers.keep(step, held)
+        return held["logits"]
 
     @torch.no_grad()
-    def __call__(self, x: Tensor) -> Tensor:
+    def ask(self, x: Tensor) -> Tensor:
         """Recorded, what is returned lies where the next answers will."""
         if not (self.compiled and x.is_cuda):
             return self._answer(x)

@@ -29,6 +29,8 @@ from ..train.loop import Run, seed_everything, whole_if_small
 from ..train.record import Recorded, record
 from ..train.state import claim_folder
 from ..train.step import WORTH_COMPILING, make_mixup
+from ..train.teaching import Answers as TeacherAnswers
+from ..train.teaching import kept_answers
 from .grid import grid
 from .model import AdaPerceiver, Answers
 from .recipe import AdaRecipe
@@ -61,6 +63,7 @@ class AdaRun(Run):
         train_images: Images | None = None,
         eval_images: Images | None = None,
         resident: dict[str, Resident] | None = None,
+        answers: TeacherAnswers | None = None,
     ) -> None:
         self.recipe, self.out = recipe, Path(out)
         self.data = {"train": data, "eval": eval_data or data}
@@ -73,7 +76,8 @@ class AdaRun(Run):
         claim_folder(self.out, resume)
         self._open(limit, train_images, eval_images)
         seed_everything(recipe.seed)
-        self.teacher = Teacher(recipe.teacher, self.device, self.halves) if recipe.teacher is not None else None
+        kept = kept_answers(recipe, answers)
+        self.teacher = None if recipe.teacher is None else Teacher(recipe.teacher, self.device, self.halves, kept)
         self.model = self._build()
         self.model.attention = recipe.attention
         self.preprocess = whole_if_small(Preprocess(size=self.model.image), self.train_images)
@@ -225,7 +229,7 @@ class AdaRun(Run):
 
     def _step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         if self.mixup is not None:
-            with seeded(self.recipe.seed, self.step):
+            with seeded(self.recipe.seed, self.seen_step):
                 x, y = self.mixup(x, y)
                 y = y.to(x.device)
         given = {"x": x, "y": y, "taught": self._taught(x)} | self._sample(len(x))
@@ -313,7 +317,7 @@ class AdaRun(Run):
         return terms | {"cost": torch.ones((), device=y.device)}
 
     def _taught(self, x: Tensor) -> Tensor | None:
-        return None if self.teacher is None else self.teacher(x)
+        return None if self.teacher is None else self.teacher(x, self.seen_step)
 
     def loss(self, answers: Tensor, y: Tensor, taught: Tensor | None) -> Tensor:
         """(S,) of answers (S, B, ...), each a mean over images."""

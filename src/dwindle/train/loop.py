@@ -37,7 +37,7 @@ from .heap import kept_pages
 from .recipe import Recipe
 from .state import claim_folder, random_state, read_state, restore_random, write_metrics, write_state
 from .step import WORTH_COMPILING, Step, full_state, load_full_state, shard
-from .teaching import Answers
+from .teaching import Answers, kept_answers
 
 log = logging.getLogger("dwindle")
 PATIENCE = 60.0  # seconds after which an epoch is saved whatever `save_every` says: it is for epochs of seconds
@@ -109,7 +109,8 @@ class Run:
         fused = self.device.type == "cuda" and not self.sharded
         self.optimizer = torch.optim.AdamW(parameter_groups(self.model, recipe), lr=recipe.lr, fused=fused)
         self.schedule = self._schedule()
-        self.learn = Step(self.model, self.teacher, recipe, self.device, answers if self.resident else None)
+        answers = answers if self.resident else None
+        self.learn = Step(self.model, self.teacher, recipe, self.device, kept_answers(recipe, answers))
         if self._worth_compiling():
             self.learn.compile()
         self.epoch, self.step = 0, 0
@@ -193,7 +194,7 @@ class Run:
     def batches(self, train: bool, epoch: int | None = None, alike: bool = False) -> Iterable[tuple[Tensor, Tensor]]:
         """This process's share of the images; `alike`: the joint batches, for every process."""
         recipe, pre = self.recipe, self.preprocess
-        epoch = self.epoch if epoch is None else epoch
+        epoch = self.seen(self.epoch if epoch is None else epoch)
         images = self.train_images if train else self.eval_images
         batch = self.batch if train else 128
         part = (ranks.rank(), ranks.world())
@@ -222,6 +223,16 @@ class Run:
         ready = loader(images, batch, train, recipe.workers, recipe.seed, *part)
         ready.set_epoch(epoch)
         return ready
+
+    def seen(self, epoch: int) -> int:
+        """The first epoch that saw what this one sees."""
+        return epoch % self.recipe.views if self.recipe.views else epoch
+
+    @property
+    def seen_step(self) -> int:
+        """The first step that saw what this one sees."""
+        epoch, at = divmod(self.step, self.steps_per_epoch)
+        return self.seen(epoch) * self.steps_per_epoch + at
 
     def epochs(self, tick: Any = None) -> Iterator[dict[str, float]]:
         """Train what is left to train. `tick(step, steps, terms)` is called after every step."""
@@ -274,7 +285,7 @@ class Run:
         return means | {"lr": self.optimizer.param_groups[0]["lr"]}
 
     def _step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        terms = self.learn(x, y, self.optimizer, self.step)
+        terms = self.learn(x, y, self.optimizer, self.seen_step)
         self.step += 1
         self.schedule.step_update(self.step)
         if self.average:

@@ -61,6 +61,7 @@ class Recipe:
     mixup: float = 0.0  # alpha of timm's Mixup and CutMix
     cutmix: float = 0.0
     mix_prob: float = 1.0  # share of the batches that are mixed
+    views: int = 0  # epochs after which batches come again as they were, so that a teacher is asked once; 0: never
     workers: int = 2
     seed: int = 0
     eval_every: int = 1  # epochs
@@ -79,7 +80,7 @@ class Recipe:
             f"teacher_temperature = {self.teacher_temperature}",
             "answers are divided by it, so it must be above 0",
         )
-        lowest |= dict.fromkeys(("mixup", "cutmix", "teacher_weight", "label_weight"), 0)
+        lowest |= dict.fromkeys(("mixup", "cutmix", "teacher_weight", "label_weight", "views"), 0)
         for name, low in lowest.items():
             require(getattr(self, name) >= low, f"{name} = {getattr(self, name)}", f"it must be at least {low}")
         require(self.seed < 2**32, f"seed = {self.seed}", "it must be below 2^32")

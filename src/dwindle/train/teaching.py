@@ -54,6 +54,11 @@ class Answers:
                 held[name] = said[name]
 
 
+def kept_answers(recipe: Recipe, given: Answers | None) -> Answers | None:
+    """Those given; or, where batches come again, a run's own."""
+    return given or (Answers() if recipe.views else None)
+
+
 class Teacher:
     """`teacher(x, step)`: its answers to a batch, and what else the method's losses read, by name."""
 
