@@ -151,7 +151,7 @@ def test_commands_and_flags_are_frozen():
         "search": ["RECIPE", "--data", "--out", "--trials", "--holdout", "--set", "--limit", "--device"],
         "eval": [
             *("CHECKPOINT", "--data", "--layout", "--threshold", "--tau", "--tokens", "--depth", "--width", "--exit"),
-            *("--exits", "--policy", "--batch", "--limit", "--workers", "--device"),
+            *("--exits", "--policy", "--batch", "--limit", "--workers", "--device", "--dtype"),
         ],
         "bench": [
             "MODEL",
@@ -180,8 +180,8 @@ def test_commands_and_flags_are_frozen():
         ],
         "export": ["CHECKPOINT", "--to", "--out", "--budget", "--seconds"],
         "quantize": ["CHECKPOINT", "--out", "--data", "--budget", "--limit", "--batch", "--seconds"],
-        "predict": ["CHECKPOINT", "--data", "--out", "--batch", "--workers", "--limit", "--device"],
-        "serve": ["CHECKPOINT", "--host", "--port", "--device"],
+        "predict": ["CHECKPOINT", "--data", "--out", "--batch", "--workers", "--limit", "--device", "--dtype"],
+        "serve": ["CHECKPOINT", "--host", "--port", "--device", "--dtype"],
     }
     for name in found:
         done = run(f"{name} --help")
@@ -324,6 +324,31 @@ def test_quantize_writes_what_the_others_take(places, here):
     refused(run("export small --to onnx --out small.onnx"), "int8")
 
 
+@pytest.mark.usefixtures("bf16_on_cpu")
+def test_bf16_on_a_cpu(places, here):
+    whole = run("eval {run} --data {data} --workers 0 --device cpu", **places).json
+    half = run("eval {run} --data {data} --workers 0 --device cpu --dtype bf16", **places).json
+    assert half["images"] == 6 and half["gmacs"] == pytest.approx(whole["gmacs"], rel=0.1)
+    assert run("bench {run} --dtype bf16 --batch 1 --fraction 0.6 --seconds 0 --device cpu", **places).json["rows"]
+    line = "predict {run} --data {data} --out p.parquet --workers 0 --device cpu"
+    assert run(line + " --dtype bf16", **places).json["rows"] == 6
+    refused(run(line, **places), "holds something else")  # answers of two formats never meet in one file
+    run("quantize {run} --out small", **places)
+    refused(run("eval small --data {data} --device cpu --dtype bf16", **places), "in int8")
+
+
+def test_a_cpu_without_bf16_says_so(places, here, monkeypatch):
+    monkeypatch.setattr("dwindle.ops.half.cpu_multiplies_bf16", lambda: False)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+    for line in (
+        "eval {run} --data {data}",
+        "predict {run} --data {data} --out p.parquet",
+        "bench {run}",
+        "serve {run}",
+    ):
+        refused(run(line + " --dtype bf16 --device cpu", **places), "this CPU has no instructions to multiply in bf16")
+
+
 def test_view_takes_any_kind_of_image(places, here):
     names = ["grey.png", "rgba.png", "cmyk.jpg", "oblong.png"]
     result = run("view {run} " + " ".join(f"{{img}}/{n}" for n in names) + " --out figures", **places).json
@@ -399,6 +424,10 @@ BAD = {
     "bench {run} --dtype fp33": "'fp32'",
     "bench {run} --device tpu": "'cpu'",
     "bench {run} --dtype int9": "'int8'",
+    "eval {run} --data {data} --dtype int8": "known: bf16, fp16, fp32",
+    "eval tsa_shakespeare --dtype bf16": "--dtype bf16 is for vision models",
+    "predict {run} --data {data} --out new.parquet --dtype fp33": "'fp32'",
+    "serve {run} --dtype fp33": "'fp32'",
     "bench tsa_shakespeare --dtype int8": "fp32",
     "quantize nowhere --out new": "nowhere",
     "quantize tsa_shakespeare --out new": "is a language model",

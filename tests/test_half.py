@@ -1,4 +1,4 @@
-"""Training in bf16 on a CPU: attention by products, who may ask for it, and memory that stays."""
+"""bf16 on a CPU: attention by products, who may ask for it, and memory that stays."""
 
 from __future__ import annotations
 
@@ -59,6 +59,39 @@ def test_in_bf16_it_errs_no_more_than_twice_as_far_as_plain_torch(seed, size):
     ours = half.attend_products(q, k, v)
     assert (ours.float() - exact).abs().max() <= 2 * (plain.float() - exact).abs().max()
     assert (ours.float() - exact).abs().mean() < 0.01 * max(1.0, size / 4)
+
+
+@pytest.mark.usefixtures("bf16_on_cpu")
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [5, 48, 64, 97])
+@torch.no_grad()
+def test_attention_of_packs_errs_no_more_than_twice_as_far_as_plain_torch(rows, biased, monkeypatch):
+    """Below some keys fused, then by products, several images at a time or each for itself: the same to the bit."""
+    q, k, v = (torch.cat([x] * 3) for x in given(torch.bfloat16, rows, rows))
+    bias = torch.randn(6, 1, 1, rows, generator=torch.Generator().manual_seed(1)).bfloat16() if biased else None
+    exact = F.scaled_dot_product_attention(*(x.float() for x in (q, k, v)), bias if bias is None else bias.float())
+    plain = half.attend_products(q, k, v, bias)
+    ours = half.attend(q, k, v, bias, scale=16**-0.5)
+    assert (ours.float() - exact).abs().max() <= 2 * (plain.float() - exact).abs().max()
+    monkeypatch.setattr(half, "CACHED", 2 * 3 * rows * rows * 2)
+    assert torch.equal(half.attend(q, k, v, bias), ours)
+    alone = [half.attend(q[i, None], k[i, None], v[i, None], bias if bias is None else bias[i, None]) for i in range(6)]
+    assert torch.equal(torch.cat(alone), ours)
+
+
+@torch.no_grad()
+def test_products_of_packs_come_in_few_shapes(monkeypatch):
+    """oneDNN writes code for each, which takes longer than the product."""
+    made, real = set(), torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: made.add((a.shape, b.shape)) or real(a, b))
+    for rows in range(half.FEW, 208):
+        half.attend(*(torch.zeros(1, 2, rows, 8, dtype=torch.bfloat16) for _ in range(3)))
+    assert len(made) == 2 * 11 and all(not shape[-1] % 8 for pair in made for shape in pair)
+    made.clear()
+    half.attend(*(torch.zeros(1, 2, 64, 8) for _ in range(3)))  # float32 is torch's
+    with torch.enable_grad():
+        half.attend(*(torch.zeros(1, 2, 64, 8, dtype=torch.bfloat16) for _ in range(3)))
+    assert not made
 
 
 @pytest.mark.usefixtures("bf16_on_cpu")

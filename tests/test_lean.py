@@ -17,7 +17,7 @@ from dwindle.bench import forced_depths
 from dwindle.lean import Lean
 from dwindle.ops import linear as linear_module
 from dwindle.ops.heirs import hand_over, heirs, inherit
-from dwindle.ops.linear import MKL, OneDNN, _fastest, available, library, linear, linear_ref, room
+from dwindle.ops.linear import MKL, OneDNN, _fastest, available, library, linear, linear_ref, narrow, room
 from dwindle.ops.patches import cut_by_matmul, cutting, embed_patches
 
 packs = pytest.mark.skipif(not available(), reason="this torch has neither MKL nor oneDNN")
@@ -36,7 +36,7 @@ def by(monkeypatch):
     def choose(wanted):
         if not wanted.here():
             pytest.skip(f"this torch has no {wanted.__name__}")
-        monkeypatch.setattr("dwindle.ops.linear.library", lambda: wanted)
+        monkeypatch.setattr("dwindle.ops.linear.library", lambda *dtype: wanted)
         monkeypatch.setattr("dwindle.ops.linear._packed", WeakKeyDictionary())
 
     return choose
@@ -70,6 +70,44 @@ def test_other_precisions(dtype):
     model = build("layerscale", METHODS["AHT_heirs"](), dtype)
     images = images_for(model, 3, dtype)
     same(model(images), model(images, layout="packed"), 1e-12 if dtype == torch.float64 else 0.1)
+
+
+@pytest.mark.usefixtures("bf16_on_cpu")
+@pytest.mark.parametrize("method", ["AHT", "AHT_rest", "AViT", "DynamicViT", "TopK_fused"])
+@pytest.mark.parametrize("backbone", BACKBONES)
+@torch.no_grad()
+def test_bf16_errs_no_more_than_twice_as_far_as_plain_torch(backbone, method, monkeypatch):
+    """Given equal decisions (who inherits, or merges, is one): lean, over packed weights and by products, against the
+    family's own blocks. An image alone is as in its batch, up to the rounding of the family's own read-out."""
+    monkeypatch.setattr("dwindle.ops.half.FEW", 4)
+    exact = build(backbone, METHODS[method]())
+    images = images_for(exact, 4)
+    depths = forced_depths(4, exact.backbone.shape, 0.6)
+    wanted = exact(images, depths=depths).logits
+    rough, images = copy.deepcopy(exact).bfloat16(), images.bfloat16()
+    plain = rough(images, layout="masked", depths=depths).logits.float()
+    ours = rough(images, depths=depths).logits.float()
+    assert (ours - wanted).abs().mean() <= 2 * (plain - wanted).abs().mean()
+    alone = rough(images[:1], depths=depths[:1]).logits.float()
+    tolerance = 2**-4 if backbone == "attention_pool" else 0.0
+    torch.testing.assert_close(alone, ours[:1], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.usefixtures("bf16_on_cpu")
+@torch.no_grad()
+def test_layers_in_bf16_meet_few_numbers_of_rows(monkeypatch):
+    """And round as plain ones do, to the bit."""
+    layer, met, product = nn.Linear(64, 48).bfloat16(), set(), OneDNN.product
+    monkeypatch.setattr(OneDNN, "product", lambda x, *rest: met.add(len(x)) or product(x, *rest))
+    for rows in (*range(1, 40), 100, 101, 333):
+        x = torch.randn(rows, 64).bfloat16()
+        for ask in (linear, narrow):
+            torch.testing.assert_close(ask(layer, x), linear_ref(layer, x), rtol=2**-7, atol=2**-8)
+    assert met == {8, 16, 24, 32, 40, 104, 336}
+    met.clear()
+    with torch.enable_grad():
+        narrow(layer, x)
+    assert not met
 
 
 @torch.no_grad()

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from .backbones.base import Shape, backbone_of
 from .checkpoint import load_halting, shipped
+from .dtypes import DTYPES
 from .errors import DwindleError, unknown
 from .int8 import is_int8, quantize
 from .methods.aht import AHT
 from .model import AdaptiveViT, adapt
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INT8 = "int8"  # linear layers of blocks, on a CPU; the rest is fp32
 
 

@@ -14,6 +14,7 @@ from .errors import DwindleError, unknown
 from .terminal import (
     Checkpoint,
     Device,
+    Dtype,
     OptionalData,
     Tau,
     aside,
@@ -165,10 +166,12 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
     workers: Annotated[int, typer.Option(help="Processes that load images.")] = 2,
     device: Device = None,
+    dtype: Dtype = "fp32",
 ) -> None:
     """Accuracy, cost and speed of a checkpoint on a data set."""
     from .adaperceiver import cli as perceiver
     from .checkpoint import find, load_halting
+    from .dtypes import converted
     from .lm import cli as language
     from .methods.base import require
     from .model import LAYOUTS
@@ -187,13 +190,16 @@ def evaluate(
         for name in ("tokens", "depth"):
             given = setting[name]
             require(policy is None or given is None, f"--{name} {given}", "--policy chooses it, so leave it out")
-        return perceiver.evaluate(checkpoint, data, batch, limit, workers, device, exit, exits, policy, **setting)
+        return perceiver.evaluate(
+            checkpoint, data, batch, limit, workers, device, dtype, exit, exits, policy, **setting
+        )
     only_for("an AdaPerceiver", exit=exit, exits=exits, policy=policy, **setting)
     if language.is_checkpoint(checkpoint):
+        only_for("vision models", dtype=None if dtype == "fp32" else dtype)
         return language.evaluate(checkpoint, data, layout, threshold, tau, batch, limit, device)
     only_for("language models", tau=tau)
     data = needed(data, "eval", "--data")
-    model = load_halting(checkpoint)
+    model = converted(load_halting(checkpoint), dtype, device_for(device))
     if threshold is not None:
         _turn_threshold(model, threshold)
     images = evaluation_images(model, data, limit)
@@ -247,14 +253,14 @@ def bench(
     """Time static against adaptive, turn about in one process; on a GPU against the best of static's variants. An
     AdaPerceiver (a checkpoint, or adaperceiver_paper, untrained) at several settings, or by --exit with early exit."""
     from .adaperceiver import cli as perceiver
-    from .bench import DTYPES, INT8, model_to_bench, some_photos
+    from .bench import INT8, model_to_bench, some_photos
     from .bench import bench as time_it
+    from .dtypes import DTYPES, check_runs
     from .lm import cli as language
     from .methods.base import require
 
     kinds = [*DTYPES] if language.is_checkpoint(model) else [*DTYPES, INT8]
-    if dtype not in kinds:
-        raise unknown("dtype", dtype, kinds)
+    check_runs(dtype, device_for(device), kinds)
     require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
     batches, fractions = numbers("--batch", batch, int), numbers("--fraction", fraction, float)
     if perceiver.is_checkpoint(model) or perceiver.is_preset(model):

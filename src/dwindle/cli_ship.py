@@ -11,6 +11,7 @@ from .terminal import (
     Checkpoint,
     Data,
     Device,
+    Dtype,
     OptionalData,
     console,
     device_for,
@@ -116,6 +117,7 @@ def predict(
     workers: Annotated[int | None, typer.Option(help="Processes that load images; by itself one per core.")] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
     device: Device = None,
+    dtype: Dtype = "fp32",
 ) -> None:
     """Classify millions of images into one parquet file. A killed run goes on where it was: same command."""
     import os
@@ -137,6 +139,7 @@ def predict(
             batch=batch,
             workers=loading,
             device=place,
+            dtype=dtype,
             rank=rank,
             world=world,
             limit=limit,
@@ -155,8 +158,9 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for the whole network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8000,
     device: Device = None,
+    dtype: Dtype = "fp32",
 ) -> None:
     """A web page that shows where the compute goes, and an API. $DWINDLE_TOKEN: a bearer token to ask for."""
     from .serve.run import serve as run
 
-    run(checkpoint or [], host, port, device_for(device), lambda text: console.print(plain(text)), finish)
+    run(checkpoint or [], host, port, device_for(device), dtype, lambda text: console.print(plain(text)), finish)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from .checkpoint import CONFIG, WEIGHTS, find, load_halting
+from .dtypes import check_runs, converted, dtype_of
 from .errors import DwindleError
 from .files import draft, shown, write_text
 from .images import preprocess_of
@@ -41,6 +42,7 @@ def predict(
     batch: int = 64,
     workers: int = 0,
     device: str = "cpu",
+    dtype: str = "fp32",
     part: int = PART,
     rank: int = 0,
     world: int = 1,
@@ -55,13 +57,14 @@ def predict(
         raise DwindleError(f"batch = {batch}, part = {part}, workers = {workers}: give at least 1, 1 and 0.")
     if limit is not None and limit < 1:
         raise DwindleError(f"--limit {limit}: it must be at least 1.")
+    check_runs(dtype, device)
     images = open_images(data)
     if limit is not None:
         images = images.select(np.arange(min(limit, len(images))))
-    task = Parts(path, len(images), part, _identity(checkpoint, data, images))
+    task = Parts(path, len(images), part, _identity(checkpoint, data, images, dtype))
     if task.finished():
         return task.summary() | {"done_before": len(images)}
-    model = load_halting(checkpoint).to(device)
+    model = converted(load_halting(checkpoint), dtype, device).to(device)
     task.begin(rank)
     missing = [k for k in range(rank, task.count, world) if not task.file(k).exists()]
     before = sum(len(task.rows(k)) for k in range(rank, task.count, world) if k not in set(missing))
@@ -178,11 +181,12 @@ def _schema() -> Any:
     )
 
 
-def _identity(checkpoint: str, data: str, images: Images) -> str:
-    """Of the model's weights and the data: parts of two tasks never meet in one file. Files are told apart by their
-    names, sizes and times; what is no file by its name."""
+def _identity(checkpoint: str, data: str, images: Images, dtype: str) -> str:
+    """Of the model's weights, its number format and the data: parts of two tasks never meet in one file. Files are told
+    apart by their names, sizes and times; what is no file by its name."""
     folder, files = find(checkpoint), _files(images)
     digest = hashlib.sha256(b"" if files else data.encode())
+    digest.update(b"" if dtype == "fp32" else dtype.encode())
     for path in files:
         about = path.lstat()
         digest.update(os.fsencode(path) + f" {about.st_size} {about.st_mtime_ns}\n".encode())
@@ -270,7 +274,7 @@ def _answers(
 
 @torch.inference_mode()
 def classify(model: AdaptiveViT, x: Tensor) -> dict[str, list]:
-    out = model(x)
+    out = model(x.to(dtype_of(model)))
     confidence, best = out.logits.float().softmax(-1).topk(min(TOP, out.logits.shape[-1]))
     return {
         "prediction": best[:, 0].tolist(),

@@ -38,6 +38,8 @@ Tau = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by itself a GPU where there is one.")]
 
+Dtype = Annotated[str, typer.Option(help="fp32, bf16 (also on CPUs that multiply in it) or fp16.")]
+
 
 def plain(text: str) -> str:
     """Text for rich to print as it is."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..engine.keep import Watch
+from ..ops import half
 from ..ops.linear import Corner, linear_ref
 
 Turn = tuple[Tensor, Tensor]  # cosines and sines (N, K / 2)
@@ -78,7 +79,7 @@ def attend_steps(q: Tensor, k: Tensor, v: Tensor, ends: Sequence[int]) -> Tensor
     """Block by block: what the mask forbids is never computed."""
     parts, start = [], 0
     for end in ends:
-        parts.append(F.scaled_dot_product_attention(q[:, :, start:end], k[:, :, :end], v[:, :, :end]))
+        parts.append(half.attend(q[:, :, start:end], k[:, :, :end], v[:, :, :end]))
         start = end
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
@@ -91,7 +92,7 @@ def attend_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def attention(kind: str, ends: tuple[int, ...], device: torch.device) -> Attend:
     """'steps', 'mask' or 'flex': the same attention. Kept, so that a compiled block sees the same function again."""
     if len(ends) == 1:
-        return F.scaled_dot_product_attention
+        return half.attend
     if kind == "steps":
         return partial(attend_steps, ends=ends)
     with torch.inference_mode(False):  # kept, and a backward pass may come later

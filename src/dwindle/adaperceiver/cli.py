@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import OWN, family_of
+from ..dtypes import DTYPES, converted
 from ..errors import DwindleError, unknown
 from ..files import write_text
 from ..model import Output
@@ -46,6 +47,7 @@ def evaluate(
     limit: int | None,
     workers: int,
     device: str | None,
+    dtype: str,
     exit: float | None,
     exits: str | None,
     policy: Path | None,
@@ -53,7 +55,7 @@ def evaluate(
 ) -> None:
     """At one setting (the largest by default) or as a learned policy chooses; with images that leave where their
     confidence reaches `exit`."""
-    model = load_network(checkpoint, dense=True)
+    model = converted(load_network(checkpoint, dense=True), dtype, device_for(device))
     if model.outputs == "dense":
         only_for("networks that classify", policy=policy, exit=exit, exits=exits)
         return _evaluate_dense(model, checkpoint, data, batch, limit, workers, device, setting)
@@ -64,7 +66,7 @@ def evaluate(
 
         def ask(images: Tensor) -> Output:
             patches = model.embed(images, model.product(images))
-            chosen = chooser.to(images.device).choose(patches)
+            chosen = chooser.to(images.device, images.dtype).choose(patches)
             return model(images, *chosen, setting["width"], exit, looks, patches)
 
     images = images_for(model, data, "test", limit)
@@ -117,7 +119,6 @@ def bench(
 ) -> None:
     """The largest setting against half its tokens, half its depth, both, and its least width; turn about. With `exit`
     against early exit on images of `data`."""
-    from ..bench import DTYPES
     from .grid import latencies
 
     if dtype not in DTYPES:
@@ -161,7 +162,6 @@ def _bench_exit(
     exits: str | None,
 ) -> None:
     """Early exit against the whole network, on the same images for every batch size and confidence."""
-    from ..bench import DTYPES
     from .grid import exit_latencies
 
     looks = numbers("--exits", exits, int) if exits else None

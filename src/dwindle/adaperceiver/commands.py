@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import DwindleError, unknown
+from ..errors import DwindleError
 from ..files import check_folder, write_text
 from ..terminal import Checkpoint, Data, Device, device_for, finish, numbers, progress_bar, show_table
 
@@ -70,13 +70,12 @@ def grid(
 ) -> None:
     """Accuracy of an AdaPerceiver at every number of tokens, depth and width; and how its latency falls. Of a dense one
     the principal components of its patch features (--limit images, 4 if not given)."""
-    from ..bench import DTYPES
+    from ..dtypes import DTYPES, check_runs
     from . import figures
     from . import grid as measure
     from .images import served_from
 
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+    check_runs(dtype, device_for(device))
     _check(batch=(batch, 1), limit=(limit, 1), seconds=(seconds, 0))
     check_folder(out)
     model, place = load_network(checkpoint, dense=True), device_for(device)

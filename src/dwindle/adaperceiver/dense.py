@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from ..dtypes import dtype_of
 from ..errors import DwindleError, unknown
 from ..images import Preprocess, load_image
 from ..train.batches import loader
@@ -235,10 +236,10 @@ def evaluate(
     place = torch.device(device)
     model.eval().to(place)
     scenes.size, scenes.preprocess, scenes.transform = model.image, preprocess_for(model), True
-    score, macs = Score(scenes.task, model.classes), 0.0
+    score, macs, number = Score(scenes.task, model.classes), 0.0, dtype_of(model)
     for x, y in loader(scenes, batch, workers=workers):
-        out = model(x.to(place), **setting)
-        score.add(maps(out.logits, model.grid((model.image,) * 2), (y.shape[-2], y.shape[-1])), y.to(place))
+        out = model(x.to(place, number), **setting)
+        score.add(maps(out.logits.float(), model.grid((model.image,) * 2), (y.shape[-2], y.shape[-1])), y.to(place))
         macs += float(model.macs(out.trace).sum())
         progress(len(y))
     cost = {"gmacs": round(macs / len(scenes) / 1e9, 4), "gmacs_static": round(model.static_macs() / 1e9, 4)}

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bench import DTYPES, milliseconds
+from ..bench import milliseconds
+from ..dtypes import DTYPES
 from ..errors import DwindleError
 from .execute import AdaptiveLM, LMOutput, tlops_saved
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import gated
+from . import gated, half
 
 
 def attend_ref(q: Tensor, k: Tensor, v: Tensor, gate_BN: Tensor, scale: float | None = None) -> Tensor:
@@ -83,17 +83,17 @@ def attend_packed(
         return v
     if len(sizes) == 1:
         mask = None if bias_T is None else bias_T.to(q.dtype).view(1, 1, 1, -1)
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout_p, scale=scale)
+        return half.attend(q, k, v, mask, dropout_p, scale)
     if len(set(sizes)) == 1:
         q, k, v = (rows[0].unflatten(1, (len(sizes), sizes[0])).transpose(0, 1) for rows in (q, k, v))  # (B, H, n, E)
         mask = None if bias_T is None else bias_T.to(q.dtype).view(len(sizes), 1, 1, sizes[0])
-        out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout_p, scale=scale)
+        out = half.attend(q, k, v, mask, dropout_p, scale)
         return out.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
     if q.is_cuda:
         return _attend_padded(q, k, v, sizes, bias_T, dropout_p=dropout_p, scale=scale)
     masks = [None] * len(sizes) if bias_T is None else bias_T.to(q.dtype).view(1, 1, 1, -1).split(sizes, 3)
     images = zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), masks)
-    outs = [F.scaled_dot_product_attention(*image, dropout_p, scale=scale).transpose(1, 2) for image in images]
+    outs = [half.attend(*image, dropout_p, scale).transpose(1, 2) for image in images]
     return torch.cat(outs, 1).transpose(1, 2)
 
 

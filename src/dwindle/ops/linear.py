@@ -73,8 +73,12 @@ class Pack:
 _packed: WeakKeyDictionary[nn.Module, dict[Corner | None, Pack]] = WeakKeyDictionary()
 
 
-def library() -> Library | None:
-    """What runs packed layers in this process; None: nothing here is worth it."""
+def library(dtype: torch.dtype = torch.float32) -> Library | None:
+    """What runs packed layers in this process; None: nothing here is worth it. In bf16 it is oneDNN, as it is unpacked:
+    packed, it meets few numbers of rows.
+    """
+    if dtype == torch.bfloat16:
+        return OneDNN if torch.cpu._is_avx512_bf16_supported() and OneDNN.here() else None
     with _measuring:
         return _fastest()
 
@@ -107,22 +111,24 @@ def available() -> bool:
     return library() is not None
 
 
-def room(rows: int) -> int:
+def room(rows: int, dtype: torch.dtype = torch.float32) -> int:
     """As many rows, or a few more where few numbers of rows are wanted: up to 7, or 3%."""
-    if library() is not OneDNN:
+    if library(dtype) is not OneDNN:
         return rows
     step = max(8, 1 << (rows.bit_length() - 6)) if rows >= 64 else 8
     return -(-rows // step) * step
 
 
 def packs(layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> bool:
-    """Whether a product with as many rows as x is worth it; of plain layers in float32, what is derived from them runs
-    its own.
+    """Whether a product with as many rows as x is worth it; of plain layers in float32 or bf16, what is derived from
+    them runs its own.
     """
-    if type(layer) is not nn.Linear or x.dtype != torch.float32:
+    if type(layer) is not nn.Linear or x.dtype not in (torch.float32, torch.bfloat16) or x.dtype != layer.weight.dtype:
         return False
     if layer.weight.is_inference() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False  # the first do not tell when they are written to; the others want to see plain calls
+    if x.dtype == torch.bfloat16:
+        return x.device.type == "cpu" and library(x.dtype) is not None
     outputs, inputs = corner or (layer.out_features, layer.in_features)
     return x.numel() // x.shape[-1] * outputs * inputs >= WORTH and available()
 
@@ -131,7 +137,7 @@ def roomy(x: Tensor) -> Tensor:
     """The rows (T, K), for layers that pack, with rows of 0 after them, as `room` has it: what is made of them is made
     by known code."""
     rows = len(x)
-    if (wanted := room(rows)) == rows:
+    if (wanted := room(rows, x.dtype)) == rows:
         return x
     padded = x.new_empty(wanted, x.shape[1])
     padded[:rows], padded[rows:] = x, 0
@@ -157,6 +163,12 @@ def linear(layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> Tensor:
     return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
 
+def narrow(layer: nn.Linear, x: Tensor) -> Tensor:
+    """A layer too narrow to be packed for its speed; in bf16 it is, as it would meet any number of rows."""
+    halves = x.dtype == torch.bfloat16 and not torch.is_grad_enabled()
+    return linear(layer, x) if halves else layer(x)
+
+
 def _pack(layer: nn.Linear, corner: Corner | None) -> Pack:
     """The layer's weight, or a corner of it, packed: anew where it was written to, moved or exchanged."""
     weight = layer.weight
@@ -164,7 +176,7 @@ def _pack(layer: nn.Linear, corner: Corner | None) -> Pack:
     packs = _packed.get(layer, {})
     known = packs.get(corner)
     if known is None or known.mark != mark:
-        used, whole = library(), weight.detach()
+        used, whole = library(weight.dtype), weight.detach()
         assert used is not None
         part = whole if corner is None else whole[: corner[0], : corner[1]].contiguous()
         known = Pack(mark, whole, part if used.asks_weight else None, used, used.pack(part))

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..demo import class_names
+from ..dtypes import dtype_of
 from ..export import check_images
 from ..images import preprocess_of
 from ..methods import Method
@@ -30,11 +31,11 @@ class Served:
         """The model stays where it is, on a CPU or a GPU."""
         self.name, self.model = name, model.eval()
         self.turning = threading.Lock()
-        self.device = next(model.parameters()).device
+        self.device, self.dtype = next(model.parameters()).device, dtype_of(model)
         self.preprocess = preprocess_of(model)
         self.classes = class_names(model)
         self.method = type(model.method).__name__
-        self.photos = check_images(model).to(self.device)
+        self.photos = check_images(model).to(self.device, self.dtype)
         self.trained = _dial_value(model)
         with torch.inference_mode():
             self.table = _table(model, torch.cat([self.photos, self.photos.flip(-1)]), points)
@@ -68,7 +69,7 @@ class Served:
     @torch.inference_mode()
     def run(self, pixels: Tensor, dials: Sequence[float | None]) -> Output:
         """pixels: (B, height, width, 3), as `prepare` gives them."""
-        images = self.preprocess.normalised(pixels.to(self.device))
+        images = self._images(pixels)
         if self.model.method.dial_per_image and self.trained is not None:
             return self.model(images, dial=torch.tensor(dials, dtype=torch.float32))
         if self.trained is None:
@@ -77,6 +78,9 @@ class Served:
         with self.turning:  # the model has one setting at a time
             turn(self.model, dials[0])
             return self.model(images)
+
+    def _images(self, pixels: Tensor) -> Tensor:
+        return self.preprocess.normalised(pixels.to(self.device)).to(self.dtype)
 
     def prepare(self, photo: Image.Image) -> Tensor:
         """Without a calculation of torch's: it runs beside the models, whose threads would wait for this one's."""
@@ -104,7 +108,7 @@ class Served:
 
     def explain(self, pixels: Tensor, dial: float | None, top: int = 5) -> dict[str, Any]:
         """An image alone, and what happened to each of its patches."""
-        out, image = self.run(pixels[None], [dial]), self.preprocess.normalised(pixels[None].to(self.device))
+        out, image = self.run(pixels[None], [dial]), self._images(pixels[None])
         with torch.inference_mode():  # turn about, so that both see the same machine
             rounds = [
                 (self._timed(lambda: self.run(pixels[None], [dial])), self._timed(lambda: self.model.vit(image)))

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..checkpoint import load_halting
 from ..demo import DEMO
+from ..dtypes import check_runs, converted
 from ..errors import DwindleError
 from ..methods import Method
 from ..methods.static import Static
@@ -39,7 +40,7 @@ def keep_freed_memory() -> None:
         mallopt(setting, KEPT)
 
 
-def served_models(checkpoints: Sequence[str], device: str = "cpu") -> list[Served]:
+def served_models(checkpoints: Sequence[str], device: str = "cpu", dtype: str = "fp32") -> list[Served]:
     """The checkpoints; and on the first one's weights the methods that need no training, to lay beside it."""
     names = list(checkpoints) or [DEMO]
     short = [name.rstrip("/").rsplit("/", 1)[-1] for name in names]
@@ -48,7 +49,8 @@ def served_models(checkpoints: Sequence[str], device: str = "cpu") -> list[Serve
             f"Two of the checkpoints {', '.join(names)} have the same name, or one has that of a model served beside "
             f"them ({', '.join(BESIDE)}); rename it."
         )
-    models = [Served(name, load_halting(source).to(device)) for name, source in zip(short, names)]
+    loaded = (converted(load_halting(source), dtype, device).to(device) for source in names)
+    models = [Served(name, model) for name, model in zip(short, loaded)]
     models += [beside(models[0], make(), name) for name, make in BESIDE.items()]
     for model in models:
         model.warm(Limits.batch)
@@ -60,6 +62,7 @@ def serve(
     host: str,
     port: int,
     device: str,
+    dtype: str,
     say: Callable[[str], None],
     finish: Callable[[dict], None],
 ) -> None:
@@ -71,6 +74,7 @@ def serve(
         raise DwindleError(
             f"The server needs the package {error.name}, which is not installed: pip install 'dwindle[serve]'."
         ) from error
+    check_runs(dtype, device)
     token = os.environ.get("DWINDLE_TOKEN") or None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol by name: asyncio turns Nagle's delay off (40 ms a response) only where it reads TCP here.
@@ -83,7 +87,7 @@ def serve(
                 f"Cannot listen on {host} port {port} ({error}); choose another --host or --port."
             ) from error
         keep_freed_memory()
-        models = served_models(checkpoints, device)
+        models = served_models(checkpoints, device, dtype)
         # A model asks for Python's lock after each of its hundreds of operations. While the event loop has work it gets
         # it only at the switch interval, by default 5 ms.
         sys.setswitchinterval(SWITCH)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import ranks
 from ..cost import bisected, budget_share
+from ..dtypes import dtype_of
 from ..errors import DwindleError
 from ..images import preprocess_of
 from ..model import AdaptiveViT, Output
@@ -84,9 +85,9 @@ def _sums(
     """Over this process's images: right answers, among the first five, images, MACs, mean depths, images a second."""
     top1 = top5 = images = 0
     macs = depth = 0.0
-    spent = []
+    spent, number = [], dtype_of(model)
     for x, y in batches:
-        x, y = x.to(place), y.to(place)
+        x, y = x.to(place, number), y.to(place)
         _wait(place)
         begin = time.perf_counter()
         out = ask(x)
