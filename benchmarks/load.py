@@ -22,8 +22,8 @@ from pathlib import Path
 SLICE = 20.0  # seconds before the other side has its turn; while a slice begins and ends, batches are small
 
 
-def start(checkpoint: str) -> tuple[subprocess.Popen, str]:
-    line = [sys.executable, "-m", "dwindle", "serve", checkpoint, "--port", "0"]
+def start(checkpoint: str, dtype: str) -> tuple[subprocess.Popen, str]:
+    line = [sys.executable, "-m", "dwindle", "serve", checkpoint, "--port", "0", "--dtype", dtype]
     server = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     for said in server.stdout:
@@ -101,8 +101,9 @@ def main() -> None:
     ask.add_argument("--clients", type=int, default=64)
     ask.add_argument("--seconds", type=float, default=120.0)
     ask.add_argument("--budget", type=float, default=0.52)
+    ask.add_argument("--dtype", default="fp32")
     given = ask.parse_args()
-    server, address = start(given.checkpoint)
+    server, address = start(given.checkpoint, given.dtype)
     try:
         name = given.checkpoint.rstrip("/").rsplit("/", 1)[-1]
         sides = asyncio.run(load(address, given.clients, given.seconds, name, given.budget))

@@ -24,6 +24,7 @@ from PIL import Image
 
 import dwindle
 from conftest import build
+from dwindle.dtypes import converted
 from dwindle.methods.tome import ToMe
 
 pytest.importorskip("fastapi", reason="extra `serve` is not installed")
@@ -457,3 +458,14 @@ def test_the_page_in_a_browser(address, tmp_path):
 def test_no_two_models_have_a_name(names):
     with pytest.raises(dwindle.DwindleError, match="same name"):
         served_models(names)
+
+
+@pytest.mark.usefixtures("bf16_on_cpu")
+def test_served_in_bf16():
+    one = Served("aht", converted(model(dwindle.AHT(stages=(1, 2), gamma=2.0, follow=0.7, budget=0.6)), "bf16", "cpu"))
+    assert one.dtype == torch.bfloat16
+    with TestClient(create_app([one], Limits())) as client:
+        for budget in ("", f"&budget={(1 + one.least) / 2:.2f}"):
+            said = client.post(f"/v1/classify?top=3{budget}", content=picture())
+            assert said.status_code == 200 and len(said.json()["top"]) == 3 and 0 < said.json()["cost"] <= 1
+        assert client.post("/v1/explain", content=picture()).json()["static_ms"] > 0
