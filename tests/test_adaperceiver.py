@@ -405,3 +405,24 @@ def test_input_tokens_asked_for_before(mask):
     with FlopCounterMode(display=False) as counter:
         model(x)
     assert counter.get_total_flops() - less == 2 * 4 * embed_macs(model, model.patches())
+
+
+@pytest.mark.usefixtures("bf16_on_cpu")
+@pytest.mark.parametrize("mask", ["blocks", "open"])
+@torch.no_grad()
+def test_bf16_on_a_cpu(mask, monkeypatch):
+    """At every size of image and with settings for each: no more than twice as far from float32 as plain torch."""
+    torch.manual_seed(0)
+    exact = tiny(torch.float32, mask=mask).eval()
+    rough = copy.deepcopy(exact).bfloat16()
+    for size in (32, 64):
+        x = images(8, torch.float32, size)
+        for setting in ({}, {"tokens": [4, 16, 8, 16] * 2, "depth": [1, 4, 2, 3] * 2}, {"width": 16}):
+            wanted, plain = exact(x, **setting), rough.run(x.bfloat16(), **setting)
+            with monkeypatch.context() as patch:
+                patch.setattr("dwindle.ops.half.FEW", 4)
+                ours = rough(x.bfloat16(), **setting)
+            errors = [(said.logits.float() - wanted.logits).abs().mean() for said in (ours, plain)]
+            assert errors[0] <= 2 * errors[1]
+            assert torch.equal(rough.macs(ours.trace), exact.macs(wanted.trace))
+        assert rough(x.bfloat16(), exit=0.3).logits.shape == (8, exact.classes)

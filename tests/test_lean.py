@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import dwindle
@@ -19,6 +20,7 @@ from dwindle.ops import linear as linear_module
 from dwindle.ops.heirs import hand_over, heirs, inherit
 from dwindle.ops.linear import MKL, OneDNN, _fastest, available, library, linear, linear_ref, narrow, room
 from dwindle.ops.patches import cut_by_matmul, cutting, embed_patches
+from dwindle.tokens import Packed
 
 packs = pytest.mark.skipif(not available(), reason="this torch has neither MKL nor oneDNN")
 
@@ -91,6 +93,32 @@ def test_bf16_errs_no_more_than_twice_as_far_as_plain_torch(backbone, method, mo
     alone = rough(images[:1], depths=depths[:1]).logits.float()
     tolerance = 2**-4 if backbone == "attention_pool" else 0.0
     torch.testing.assert_close(alone, ours[:1], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.usefixtures("bf16_on_cpu")
+@pytest.mark.parametrize("heirs", ["none", "nearest"])
+@torch.no_grad()
+def test_in_bf16_an_image_alone_decides_as_in_its_batch(heirs):
+    torch.manual_seed(0)
+    vit = VisionTransformer(img_size=64, patch_size=8, embed_dim=192, depth=6, num_heads=3, num_classes=10)
+    model = dwindle.adapt(vit, dwindle.AHT(stages=(1, 2, 3), gamma=2.0, follow=0.7, heirs=heirs)).eval().bfloat16()
+    images = torch.randn(12, 3, 64, 64).bfloat16()
+    together = model(images)
+    assert together.trace.depth.unique().numel() > 2
+    for i in range(12):
+        alone = model(images[i, None])
+        assert torch.equal(alone.trace.depth[0], together.trace.depth[i])
+        torch.testing.assert_close(alone.logits[0], together.logits[i], rtol=2**-6, atol=2**-6)  # timm's own head
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_mean_of_an_image_is_rounded_as_if_it_were_alone(dtype):
+    x = torch.randn(3, 150, 192, generator=torch.Generator().manual_seed(0)).to(dtype)
+    together = Packed.start(x, 0).image_mean(x.flatten(0, 1))
+    alone = [Packed.start(one[None], 0).image_mean(one) for one in x]
+    assert torch.equal(together, torch.cat(alone))
+    nobody = Packed.start(x[:2], 0).changed(lengths=[0, 150])
+    assert torch.equal(nobody.image_mean(x[1]), torch.stack([torch.zeros(192, dtype=dtype), together[1]]))
 
 
 @pytest.mark.usefixtures("bf16_on_cpu")

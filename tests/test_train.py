@@ -220,8 +220,12 @@ def test_batches_come_again_and_the_teacher_is_asked_once(resident, data, tmp_pa
     assert asked == {"kept": [always, always, 0, 0, 0], "asked": [always] * 5}
     ours, theirs = weights(tmp_path / "kept"), weights(tmp_path / "asked")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    epochs = [torch.cat([x for x, _ in run.batches(train=True, epoch=epoch)]) for epoch in range(3)]
+    epochs = []
+    for run.epoch in range(3):
+        epochs.append(torch.cat([x for x, _ in run.batches(train=True)]))
     assert torch.equal(epochs[0], epochs[2]) and not torch.equal(epochs[0], epochs[1])
+    # What a budget is set on was not trained on.
+    assert not torch.equal(torch.cat([x for x, _ in run.batches(train=True, epoch=6)]), epochs[0])
     with pytest.raises(dwindle.DwindleError, match="views = -1: it must be at least 0"):
         small(views=-1).check()
 

@@ -252,8 +252,9 @@ class Packed(Tokens):
         return rows.new_zeros(self.shape[0], *rows.shape[1:]).index_add(0, self.image, rows)
 
     def image_mean(self, rows: Tensor) -> Tensor:
-        if self.lengths == [len(rows)] and len(rows):
-            return rows.mean(0, keepdim=True)
+        if not rows.is_cuda:  # one mean for each image: rounded as if it were alone
+            parts = rows.split(self.lengths)
+            return torch.stack([part.mean(0) if len(part) else part.new_zeros(part.shape[1:]) for part in parts])
         count = torch.tensor([max(length, 1) for length in self.lengths], device=rows.device)
         return self.image_sum(rows) / count[:, None]
 

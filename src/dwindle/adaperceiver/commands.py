@@ -75,10 +75,11 @@ def grid(
     from . import grid as measure
     from .images import served_from
 
-    check_runs(dtype, device_for(device))
+    place = device_for(device)
+    check_runs(dtype, place)
     _check(batch=(batch, 1), limit=(limit, 1), seconds=(seconds, 0))
     check_folder(out)
-    model, place = load_network(checkpoint, dense=True), device_for(device)
+    model = load_network(checkpoint, dense=True)
     more = numbers("--between", between, int) if between else []
     model.check_tokens(more)
     if model.outputs == "dense":

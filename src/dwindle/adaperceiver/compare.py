@@ -23,7 +23,7 @@ from ..errors import DwindleError
 from ..files import write_text
 from ..results import Results, machine, read_result, slug
 from ..train.state import STATE, defaults, differing
-from ..train.teaching import Answers, Room
+from ..train.teaching import Answers
 from .grid import between, falls, grid, rows
 from .images import served_from
 from .model import AdaPerceiver
@@ -77,8 +77,7 @@ class AdaCompare(Results):
         self.comparison, self.data, self.eval_data = comparison, data, eval_data or data
         self.device, self.limit, self.tick = device, limit, tick
         self.resident: Any = None  # decoded once for all runs
-        self.answers: dict[int, Answers] = {}  # of the teacher, by seed: all runs of one see the same batches
-        self.room = Room()
+        self.answers = Answers()  # of the teacher: all runs of a seed see the same batches
         base = comparison.base
         with torch.device("meta"):
             self.whole = AdaPerceiver.preset(base.model, **base.method_options)
@@ -97,7 +96,7 @@ class AdaCompare(Results):
 
     def results(self) -> Iterator[dict[str, Any]]:
         for seed in self.comparison.seeds:
-            base = dataclasses.replace(self.comparison.base, seed=seed)
+            base, self.answers = dataclasses.replace(self.comparison.base, seed=seed), Answers()
             yield from self._result(ADAPTIVE, base, self._every)
             for size in self.comparison.sizes:
                 yield from self._result(static(size), self._alone(base, size), partial(self._one, size=size))
@@ -152,7 +151,7 @@ class AdaCompare(Results):
             resume=(folder / STATE).exists(),
             limit=self.limit,
             resident=self.resident,
-            answers=self.answers.setdefault(recipe.seed, Answers(self.room)),
+            answers=self.answers,
         )
         self.resident = run.resident
         for _ in run.epochs(lambda step, steps, terms: self.tick(name, step, steps)):

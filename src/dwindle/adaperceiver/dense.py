@@ -197,7 +197,7 @@ class DenseRun(AdaRun):
         scenes: Any = self.train_images if train else self.eval_images
         scenes.size, scenes.train, scenes.preprocess, scenes.transform = self.model.image, train, self.preprocess, True
         ready = loader(scenes, self.batch, train, self.recipe.workers, self.recipe.seed)
-        ready.set_epoch(self.seen(self.epoch if epoch is None else epoch))
+        ready.set_epoch(self.seen(self.epoch) if epoch is None else epoch)
         return ready
 
     def loss(self, answers: Tensor, y: Tensor, taught: Tensor | None) -> Tensor:
@@ -239,7 +239,7 @@ def evaluate(
     score, macs, number = Score(scenes.task, model.classes), 0.0, dtype_of(model)
     for x, y in loader(scenes, batch, workers=workers):
         out = model(x.to(place, number), **setting)
-        score.add(maps(out.logits.float(), model.grid((model.image,) * 2), (y.shape[-2], y.shape[-1])), y.to(place))
+        score.add(maps(out.logits, model.grid((model.image,) * 2), (y.shape[-2], y.shape[-1])), y.to(place))
         macs += float(model.macs(out.trace).sum())
         progress(len(y))
     cost = {"gmacs": round(macs / len(scenes) / 1e9, 4), "gmacs_static": round(model.static_macs() / 1e9, 4)}

@@ -156,7 +156,9 @@ class Network(nn.Module):
         position: Tensor = self.position
         if tuple(x.shape[-2:]) != (side, side):
             square = position.unflatten(1, (side, side)).permute(0, 3, 1, 2)
-            position = F.interpolate(square, size=x.shape[-2:], mode="bicubic", antialias=True).flatten(2).mT
+            square = square.to(torch.promote_types(square.dtype, torch.float32))  # torch resamples no bf16 on a CPU
+            square = F.interpolate(square, size=x.shape[-2:], mode="bicubic", antialias=True)
+            position = square.flatten(2).mT.to(position.dtype)
         return self.embed_ffn(self.embed_norm(x.flatten(2).mT + position), linear=linear)
 
     def ends(self, tokens: int) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ class Planner(nn.Module):
         self.register_buffer("deviation", torch.ones(()))
 
     def forward(self, tokens: Tokens, x: Tensor) -> Tensor:
-        context = tokens.per_image(self.context(tokens.image_mean(x)))
+        context = tokens.per_image(narrow(self.context, tokens.image_mean(x)))
         hidden = narrow(self.token, x)
         hidden = torch.relu(hidden + context) if torch.is_grad_enabled() else hidden.add_(context).relu_()
         return wide(narrow(self.out, hidden)[..., 0])

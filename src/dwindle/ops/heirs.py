@@ -28,6 +28,9 @@ def heirs(lost_LE: Tensor, keys_GE: Tensor, left: Sequence[int], stay: Sequence[
 
     left, stay: how many of the rows belong to image i. The first `prefix` of those who stay inherit nothing.
     """
+    # In bf16 many would be as alike, and on a CPU oneDNN would write code for each number of rows.
+    fine = torch.promote_types(keys_GE.dtype, torch.float32)
+    lost_LE, keys_GE = lost_LE.to(fine), keys_GE.to(fine)
     keys_GE = keys_GE / torch.linalg.vector_norm(keys_GE, dim=-1, keepdim=True).clamp_min_(1e-12)
     if len(stay) == 1 and stay[0] > prefix:
         return (lost_LE @ keys_GE[prefix:].T).argmax(1).add_(prefix)

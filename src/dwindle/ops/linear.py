@@ -160,7 +160,7 @@ def linear(layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> Tensor:
     bias = layer.bias if corner is None or layer.bias is None else layer.bias[: corner[0]]
     rows = x.reshape(-1, x.shape[-1])
     out = known.library.product(roomy(rows), known.packed, known.weight, bias)[: len(rows)]
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
 def narrow(layer: nn.Linear, x: Tensor) -> Tensor:

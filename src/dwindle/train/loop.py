@@ -194,7 +194,7 @@ class Run:
     def batches(self, train: bool, epoch: int | None = None, alike: bool = False) -> Iterable[tuple[Tensor, Tensor]]:
         """This process's share of the images; `alike`: the joint batches, for every process."""
         recipe, pre = self.recipe, self.preprocess
-        epoch = self.seen(self.epoch if epoch is None else epoch)
+        epoch = self.seen(self.epoch) if epoch is None else epoch
         images = self.train_images if train else self.eval_images
         batch = self.batch if train else 128
         part = (ranks.rank(), ranks.world())
