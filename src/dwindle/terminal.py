@@ -37,7 +37,6 @@ Tau = Annotated[
     float | None, typer.Option(help="Of a language model: a token skips a block where its gate says less than this.")
 ]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by itself a GPU where there is one.")]
-
 Dtype = Annotated[str, typer.Option(help="fp32, bf16 (also on CPUs that multiply in it) or fp16.")]
 
 

@@ -17,6 +17,7 @@ from ..errors import DwindleError, unknown
 from ..lean import takes
 from ..ops.linear import linear as packed
 from ..ops.patches import embed_patches
+from ..tokens import wide
 from .blocks import (
     Attend,
     Block,
@@ -156,8 +157,8 @@ class Network(nn.Module):
         position: Tensor = self.position
         if tuple(x.shape[-2:]) != (side, side):
             square = position.unflatten(1, (side, side)).permute(0, 3, 1, 2)
-            square = square.to(torch.promote_types(square.dtype, torch.float32))  # torch resamples no bf16 on a CPU
-            square = F.interpolate(square, size=x.shape[-2:], mode="bicubic", antialias=True)
+            # Wide, as torch resamples no bf16 on a CPU.
+            square = F.interpolate(wide(square), size=x.shape[-2:], mode="bicubic", antialias=True)
             position = square.flatten(2).mT.to(position.dtype)
         return self.embed_ffn(self.embed_norm(x.flatten(2).mT + position), linear=linear)
 
