@@ -165,6 +165,10 @@ def test_bad_runs(data, tmp_path):
     with pytest.raises(dwindle.DwindleError, match="teacher = me: Unknown checkpoint"):
         Run(small(teacher="me"), data, tmp_path / "b")
     train(small(epochs=1), data, tmp_path / "c")
+    (tmp_path / "file").write_text("")
+    for out, resume in (("file", False), ("file", True), ("file/run", False)):
+        with pytest.raises(dwindle.DwindleError, match="there is a file of that name"):
+            Run(small(epochs=1), data, tmp_path / out, resume=resume)
     with pytest.raises(dwindle.DwindleError, match="--resume"):
         Run(small(epochs=1), data, tmp_path / "c")
     with pytest.raises(dwindle.DwindleError, match=r"epochs=1 \(now 2\)"):

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import ranks
 from ..cost import budget_share
 from ..errors import DwindleError
-from ..files import write_text
+from ..files import check_folder, write_text
 from ..methods import Method
 from .batches import mix
 from .data import Images, hold_out, open_data
@@ -135,8 +135,7 @@ def _study(folder: Path, given: dict[str, Any], recipe: Recipe) -> optuna.Study:
     """
     import optuna
 
-    if folder.is_file() or any(parent.is_file() for parent in folder.parents):
-        raise DwindleError(f"{folder} cannot be a folder, it or a part of it is a file; choose another --out.")
+    check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / STUDY
     try:

@@ -13,21 +13,18 @@ import torch
 from torch import Tensor
 
 from ..errors import DwindleError
-from ..files import draft
+from ..files import check_folder, draft
 
 STATE = "state.pt"
 
 
 def claim_folder(out: Path, resume: bool) -> None:
-    """Refuse a folder that holds another run, or none to resume."""
-    if out.is_file():
-        raise DwindleError(f"{out} is a file; --out is a folder.")
+    """Refuse a folder that holds another run, or none to resume, or that nothing can be written to."""
+    check_folder(out)
     if not resume and (out / STATE).exists():
         raise DwindleError(f"{out} holds a run already; go on with --resume, or choose another --out.")
     if resume and not (out / STATE).exists():
         raise DwindleError(f"{out} holds no run to resume; leave --resume out to start one.")
-    if any(parent.is_file() for parent in out.parents):
-        raise DwindleError(f"{out} cannot be a folder, a part of it is a file; choose another --out.")
 
 
 def write_state(out: Path, state: dict[str, Any]) -> None:
