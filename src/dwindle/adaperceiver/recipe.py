@@ -18,6 +18,8 @@ class AdaRecipe(Recipe):
     """`model` names a preset, `method.NAME` changes its settings, `weights` is None or a checkpoint to begin from.
 
     freeze_backbone: only the write head, the output token and the classifier learn (D.2).
+    renew: with freeze_backbone and a read-out for each depth; {9: 8}: only the ninth block's read-out learns, and it
+        begins as the eighth's. For one that is no better than the one before it.
     distill: 'soft' or 'hard' answers; 'features': output tokens towards the teacher's patches, for a dense network.
     """
 
@@ -33,6 +35,7 @@ class AdaRecipe(Recipe):
     largest_weight: float = 0.0  # of the most tokens at full depth once more, beside their share in the mean
     full_width: float = 0.0  # share of the images that run at full width whatever was drawn for them
     mask_steps: float = 0.5  # chance of each step of an open mask, but the last, to be there in a training step
+    renew: dict | None = None
     optimizer: str = "adamw"  # or 'soap', from pytorch-optimizer
     attention: str | None = None  # 'steps', 'mask' or 'flex'; None: the fastest. An open mask trains by 'mask'
 
@@ -57,6 +60,8 @@ class AdaRecipe(Recipe):
             raise DwindleError(f"attention = {self.attention}: an open mask trains by 'mask'; leave it out.")
         if not self.block_lr >= 0:
             raise DwindleError(f"block_lr = {self.block_lr}: it is a share of lr, at least 0.")
+        if self.renew is not None:
+            self._check_renew()
         if self.optimizer not in OPTIMIZERS:
             raise unknown("optimizer", self.optimizer, OPTIMIZERS)
         if self.attention not in (None, *ATTENTIONS):
@@ -66,6 +71,18 @@ class AdaRecipe(Recipe):
             raise DwindleError(f"stages = {self.stages}: give three shares of the epochs, such as (0.4, 0.4, 0.2).")
         if len(self.stage_lr) != 3:
             raise DwindleError(f"stage_lr = {self.stage_lr}: give three factors of lr, such as (1, 1, 0.5).")
+
+    def _check_renew(self) -> None:
+        given = f"renew = {self.renew}"
+        if not self.renew:
+            raise DwindleError(f"{given}: name the read-outs that begin anew, such as {{9: 8}}, or leave it out.")
+        for fits, wanted in (
+            (self.freeze_backbone and self.weights is not None, "weights=RUN freeze_backbone=true"),
+            (self.method_options.get("readouts") == "own", "method.readouts=own"),
+            (not self.stages[0], "stages=(0,0,1)"),  # the first stage reads the last block only
+        ):
+            if not fits:
+                raise DwindleError(f"{given}: it needs {wanted} as well.")
 
     def runner(self) -> Any:
         from .train import AdaRun

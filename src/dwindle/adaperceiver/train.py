@@ -5,6 +5,7 @@ B images, G granularities, L blocks, S answers to one image (G or L of them).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -85,7 +86,7 @@ class AdaRun(Run):
             begin_from(self.model, recipe.weights, self._some_images(), recipe.freeze_backbone)
         self.model.to(self.device)
         if recipe.freeze_backbone:
-            _freeze(self.model)
+            _freeze(self.model, recipe.renew)
         self.resident = resident or self._resident()
         self.batch = min(recipe.batch, len(self.train_images))
         if recipe.mixup or recipe.cutmix:
@@ -374,7 +375,17 @@ def feature_loss(answers: Tensor, wanted: Tensor) -> Tensor:
     return (COSINE * cosine + MAGNITUDE * size).flatten(1).mean(-1)
 
 
-def _freeze(model: AdaPerceiver) -> None:
-    """D.2: the write head, the output tokens and the last linear layer learn on."""
+def _freeze(model: AdaPerceiver, renew: dict[int, int] | None) -> None:
+    """D.2: the write head, the output tokens and the last linear layer learn on; or those of some depths, as `renew`
+    says."""
     model.requires_grad_(False)
-    model.readouts.requires_grad_(True)
+    if renew is None:
+        model.readouts.requires_grad_(True)
+        return
+    depths = range(1, model.depth + 1)
+    if not all(depth in depths for pair in renew.items() for depth in pair):
+        raise DwindleError(f"renew = {renew}: the network has read-outs for depths 1 to {model.depth}.")
+    held = {source: copy.deepcopy(model.readout(source).state_dict()) for source in renew.values()}
+    for depth, source in renew.items():
+        model.readout(depth).load_state_dict(held[source])
+        model.readout(depth).requires_grad_(True)
