@@ -51,6 +51,15 @@ def test_static_networks_are_trained_as_their_recipe_says(tmp_path):
         assert network.hidden(network.width) == work.whole.hidden(size[2]) and network.depth == size[1]
 
 
+def test_the_comparison_for_a_cpu(tmp_path):
+    plan = recipes.ada_cifar100_cpu_compare()
+    work = AdaCompare("test", plan, "nowhere", tmp_path / "runs", tmp_path)
+    epochs = [work._alone(plan.base, size).epochs for size in plan.sizes]
+    assert sum(epochs) == plan.base.epochs and len(set(epochs)) == 1
+    same = changed(recipes.ada_cifar100_cpu(), [f"epochs={plan.base.epochs}", "views=4", "compile=true"])
+    assert dataclasses.asdict(plan.base) == dataclasses.asdict(same)
+
+
 def test_everything_is_made_once(places, monkeypatch):
     done = run(LINE + " --only adaptive", **places)
     assert done.code == 0 and done.json["results"] == []

@@ -103,8 +103,12 @@ def ada_cifar100_cpu() -> Recipe:
     weights=runs/ada_cifar100_cpu --set epochs=12 --set views=4 two hours more: 83.52, which ships as
     `ada_small_cifar100`.
     """
+    return _ada_cifar100_cpu(7)
+
+
+def _ada_cifar100_cpu(epochs: int) -> AdaRecipe:
     return dataclasses.replace(
-        _ada_cifar100(), epochs=7, batch=128, lr=4e-4, warmup_epochs=0.5, ema=0.998, cpu_amp=True
+        _ada_cifar100(), epochs=epochs, batch=128, lr=4e-4, warmup_epochs=0.5, ema=0.998, cpu_amp=True
     )
 
 
@@ -170,8 +174,22 @@ def ada_cifar100_compare() -> AdaComparison:
 
     docs/adaperceiver.md has what its parts gave on one H200, where the adaptive network takes 11 minutes.
     """
+    return _ada_comparison(_ada_cifar100())
+
+
+def ada_cifar100_cpu_compare() -> AdaComparison:
+    """`ada_cifar100_compare` for two cores that multiply in bf16: 21 epochs, and 7 for each network of one setting.
+
+    dwindle compare ada_cifar100_cpu_compare --data DATA/cifar100 --out runs/ada_cpu_compare
+
+    docs/adaperceiver.md has the three static networks on 2 cores of an AMD EPYC, beside the shipped adaptive one.
+    """
+    return _ada_comparison(dataclasses.replace(_ada_cifar100_cpu(21), views=4, compile=True))
+
+
+def _ada_comparison(base: AdaRecipe) -> AdaComparison:
     return AdaComparison(
-        base=_ada_cifar100(),
+        base=base,
         sizes=((32, 6, 96), (64, 9, 144), (96, 12, 192)),
         between=(16, 24, 48, 80, 112, 128, 192, 256),
     )
