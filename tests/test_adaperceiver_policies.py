@@ -42,6 +42,19 @@ def test_grid(seen):
     assert set(measure.falls(found)) == {"width", "depth", "tokens"}
 
 
+def test_depths_that_lag():
+    right = torch.tensor([5, 6, 3, 7])[None, :, None].expand(3, 4, 3).clone()  # of ten images
+    right[1, 1, 1] = 4  # a depth that is worse at one setting only does not lag
+
+    def found() -> measure.Grid:
+        correct = torch.arange(10) < right[..., None]
+        return measure.Grid(correct, correct.float())
+
+    assert measure.lagging(found()) == [3]
+    right[2, 2, 0] = 6
+    assert measure.lagging(found()) == []
+
+
 def test_between(seen):
     model, x, y, batches, _ = seen
     rows = measure.between(model, batches, [2, 4, 6, 16, 32])
@@ -284,6 +297,15 @@ def test_grid_command(places):
     names = {p.name for p in (places["root"] / "grid").iterdir()}
     assert names == {"grid.json", "tradeoff.png", "latency.png", "interpolation.png"}
     assert len(json.loads((places["root"] / "grid" / "grid.json").read_text())["rows"]) == 36
+
+
+def test_grid_tells_what_mends_a_read_out(places, monkeypatch):
+    monkeypatch.setattr(measure, "lagging", lambda found: [3])
+    own = dwindle.AdaPerceiver.preset("tiny", classes=5, readouts="own")
+    dwindle.save(own, places["root"] / "own")
+    for name, told in (("own", True), ("ada", False)):
+        done = run(f"grid {{root}}/{name} --data {{data}} --out {{root}}/lag --seconds 0.1 --device cpu", **places)
+        assert done.json["lagging"] == [3] and ('"renew={3: 2}"' in done.err) == told
 
 
 def test_grid_of_a_dense_network(places):

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import DwindleError
 from ..files import check_folder, write_text
-from ..terminal import Checkpoint, Data, Device, device_for, finish, numbers, progress_bar, show_table
+from ..terminal import Checkpoint, Data, Device, aside, device_for, finish, numbers, progress_bar, show_table
 
 
 def register(app: typer.Typer) -> None:
@@ -101,6 +101,7 @@ def grid(
         "checkpoint": checkpoint,
         "images": served.count,
         "falls": measure.falls(found),
+        "lagging": measure.lagging(found),
         "rows": rows,
         "between": along,
         "latency": latency,
@@ -120,6 +121,12 @@ def grid(
     show_table(f"{checkpoint} on {data}: top-1 at full width", columns, lines)
     columns = ["tokens", "depth", "width", "top1", "gmacs", "ms", "speedup"]
     show_table(f"latency, batch {batch}, {dtype} on {place}", columns, [[row[c] for c in columns] for row in latency])
+    for depth in result["lagging"] if len(model.readouts) > 1 else []:
+        aside.print(
+            f"Block {depth}'s answers are worse than block {depth - 1}'s at every setting: its read-out may have "
+            f'learned badly; train it anew, --set freeze_backbone=true --set "renew={{{depth}: {depth - 1}}}".',
+            soft_wrap=True,
+        )
     finish({k: v for k, v in result.items() if k != "rows"} | {"out": str(out)})
 
 

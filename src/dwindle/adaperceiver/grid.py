@@ -90,6 +90,14 @@ def falls(found: Grid) -> dict[str, float]:
     }
 
 
+def lagging(found: Grid) -> list[int]:
+    """Depths whose answers are worse than those of the depth before at every width and number of tokens: of a network
+    with a read-out for each depth, one that learned badly.
+    """
+    worse = (found.top1.diff(dim=1) < 0).all(2).all(0)  # (L - 1,)
+    return [depth for depth, lags in enumerate(worse.tolist(), 2) if lags]
+
+
 @torch.no_grad()
 def between(
     model: AdaPerceiver,
