@@ -167,6 +167,8 @@ def grown():
 
 freed = grown()
 with kept_pages():
+    with kept_pages():
+        pass
     kept = grown()
 print(freed, kept, resident())
 """

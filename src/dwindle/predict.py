@@ -29,6 +29,7 @@ from .files import draft, shown, write_text
 from .images import preprocess_of
 from .model import AdaptiveViT
 from .train.data import EXTENSIONS, Images, Parquet, from_file, open_data
+from .train.heap import kept_pages
 
 PART = 2048  # rows; what a kill can cost
 TOP = 5
@@ -68,10 +69,11 @@ def predict(
     task.begin(rank)
     missing = [k for k in range(rank, task.count, world) if not task.file(k).exists()]
     before = sum(len(task.rows(k)) for k in range(rank, task.count, world) if k not in set(missing))
-    for k, columns, errors in _answers(model, images, task, missing, batch, workers, device):
-        task.write(k, columns, errors)
-        if progress:
-            progress(k, len(task.rows(k)))
+    with kept_pages(torch.device(device).type == "cpu"):
+        for k, columns, errors in _answers(model, images, task, missing, batch, workers, device):
+            task.write(k, columns, errors)
+            if progress:
+                progress(k, len(task.rows(k)))
     if rank == 0:
         task.join()
     return task.summary() | {"done_before": before} if rank == 0 else {"out": str(path), "done_before": before}

@@ -17,6 +17,7 @@ from ..errors import DwindleError
 from ..images import preprocess_of
 from ..model import AdaptiveViT, Output
 from .data import Images, check_labels, limit, open_data
+from .heap import kept_pages
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 
@@ -58,7 +59,7 @@ def evaluate(
     by_itself = None if layout == "packed" else layout  # on a GPU that is the engine's
     ask = ask or partial(model, layout=by_itself)
     # Sharded weights are gathered into tensors that training goes on with, which inference mode would spoil.
-    with torch.no_grad() if lockstep else torch.inference_mode():
+    with kept_pages(place.type == "cpu"), torch.no_grad() if lockstep else torch.inference_mode():
         sums = _sums(model, _in_step(batches, model) if lockstep else batches, ask, place, progress)
     model.train(training)
     top1, top5, images, macs, depth, speed = map(sum, zip(*ranks.gathered(sums)))
