@@ -60,6 +60,11 @@ def test_the_comparison_for_a_cpu(tmp_path):
     assert dataclasses.asdict(plan.base) == dataclasses.asdict(same)
 
 
+def test_a_comparison_mends_nothing(places):
+    done = run(LINE + " --set renew={{2:1}}", **places)
+    assert done.code == 2 and "a comparison trains" in done.err
+
+
 def test_everything_is_made_once(places, monkeypatch):
     done = run(LINE + " --only adaptive", **places)
     assert done.code == 0 and done.json["results"] == []

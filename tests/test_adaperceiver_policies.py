@@ -43,15 +43,18 @@ def test_grid(seen):
 
 
 def test_depths_that_lag():
-    right = torch.tensor([5, 6, 3, 7])[None, :, None].expand(3, 4, 3).clone()  # of ten images
-    right[1, 1, 1] = 4  # a depth that is worse at one setting only does not lag
+    right = torch.tensor([50, 60, 30, 70])[None, :, None].expand(3, 4, 3).clone()  # of a hundred images
+    right[1, 1, 1] = 40  # a depth that is worse at one setting only does not lag
 
     def found() -> measure.Grid:
-        correct = torch.arange(10) < right[..., None]
+        correct = torch.arange(100) < right[..., None]
         return measure.Grid(correct, correct.float())
 
     assert measure.lagging(found()) == [3]
-    right[2, 2, 0] = 6
+    right[:, 2] = right[:, 1] - 2  # two images are noise
+    assert measure.lagging(found()) == []
+    right[:, 2] = 30
+    right[2, 2, 0] = 60
     assert measure.lagging(found()) == []
 
 
@@ -300,12 +303,13 @@ def test_grid_command(places):
 
 
 def test_grid_tells_what_mends_a_read_out(places, monkeypatch):
-    monkeypatch.setattr(measure, "lagging", lambda found: [3])
+    monkeypatch.setattr(measure, "lagging", lambda found: [2, 4])
     own = dwindle.AdaPerceiver.preset("tiny", classes=5, readouts="own")
     dwindle.save(own, places["root"] / "own")
     for name, told in (("own", True), ("ada", False)):
         done = run(f"grid {{root}}/{name} --data {{data}} --out {{root}}/lag --seconds 0.1 --device cpu", **places)
-        assert done.json["lagging"] == [3] and ('"renew={3: 2}"' in done.err) == told
+        said = f'--set weights={places["root"]}/{name} --set freeze_backbone=true --set "renew={{2: 1, 4: 3}}"'
+        assert done.json["lagging"] == [2, 4] and (said in done.err) == told
 
 
 def test_grid_of_a_dense_network(places):
@@ -324,7 +328,7 @@ def test_grid_of_a_dense_network(places):
         ("policies {ada} --data {data} --epochs -1", "--epochs -1"),
         ("policies {ada} --data {data} --thresholds nan", "--thresholds nan"),
         ("policies {ada} --data {data} --prices 0.1,inf", "--prices 0.1,inf"),
-        ("policies {ada} --data {data} --out {ada}/config.json", "file of that name"),
+        ("policies {ada} --data {data} --out {ada}/config.json", "is a file; choose another"),
         ("eval {ada} --data {data} --exits 2", "give exit, the confidence"),
         ("eval {ada} --data {data} --exit 0.5 --exits 2,9", "from 1 to 4"),
         ("eval {ada} --data {data} --exit 0.5 --exits two", "--exits two"),
@@ -335,7 +339,7 @@ def test_grid_of_a_dense_network(places):
         ("eval {ada} --data {data} --policy {ada}/model.safetensors", "holds no learned policy"),
         ("eval {ada} --data {data} --policy p --tokens 4", "--tokens 4: --policy chooses it"),
         ("eval aht_deit_tiny_imagenet --data {data} --policy p", "--policy p is for an AdaPerceiver"),
-        ("grid {ada} --data {data} --out {ada}/config.json", "file of that name"),
+        ("grid {ada} --data {data} --out {ada}/config.json", "is a file; choose another"),
         ("grid {ada} --data {data} --seconds nan --out {root}/x", "--seconds nan"),
         ("policies {ada} --data {data} --batch 0", "--batch 0"),
         ("grid {ada} --data {data} --batch 0 --out {root}/x", "--batch 0"),

@@ -262,7 +262,7 @@ def test_frozen_parts(data, tmp_path):
     assert moved and all(name.startswith("readouts.") for name in moved)
 
 
-def test_a_read_out_is_renewed(data, tmp_path):
+def test_a_read_out_is_renewed(data, teacher, tmp_path):
     """It begins as another depth's, and nothing else moves."""
     kind = ("epochs=1", "method.readouts=own", "stages=(0,0,1)")
     list(run(data, tmp_path / "first", *kind).epochs())
@@ -285,7 +285,11 @@ def test_a_read_out_is_renewed(data, tmp_path):
         ("weights=none", "needs weights=RUN freeze_backbone=true"),
         ("method.readouts=shared", "needs method.readouts=own"),
         ("stages=(1,1,1)", r"needs stages=\(0,0,1\)"),
-        ("renew={}", "name the read-outs"),
+        ("renew={}", "name depths by whole numbers"),
+        ("renew={'3': 2}", "name depths by whole numbers"),
+        ("depth_weight=0", "needs depth_weight above 0"),
+        ("method.classes=4", "no read-outs that renew could keep"),
+        (f"weights={teacher}", "no read-outs that renew could keep"),
     ):
         with pytest.raises(dwindle.DwindleError, match=said):
             run(data, tmp_path / "third", *given, "renew={3: 2}", change)

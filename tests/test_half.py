@@ -7,14 +7,17 @@ import subprocess
 import sys
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 
+import dwindle
 from dwindle.errors import DwindleError
 from dwindle.ops import half
 from dwindle.ops.attention import attend_ref
 from dwindle.recipes import ada_tiny_test, tiny_test
 from dwindle.train import heap
+from dwindle.train.evaluate import evaluate
 from dwindle.train.heap import kept_pages
 
 CPU = torch.device("cpu")
@@ -179,6 +182,18 @@ def test_freed_memory_stays_with_the_process_as_long_as_it_is_asked_to():
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     freed, kept, left = map(int, done.stdout.split())
     assert freed < 100 and kept > 2300 and left < 1500
+
+
+@pytest.mark.skipif(heap._glibc() is None, reason="asks glibc")
+def test_evaluation_keeps_memory():
+    model, within = dwindle.adapt(timm.create_model("test_vit", num_classes=3, img_size=32), dwindle.Static()), []
+
+    def ask(x):
+        within.append(heap._within)
+        return model(x)
+
+    evaluate(model, [(torch.rand(2, 3, 32, 32), torch.zeros(2, dtype=torch.long))], ask=ask)
+    assert within == [1] and heap._within == 0
 
 
 def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch):

@@ -162,7 +162,7 @@ def test_compare(places, tmp_path, monkeypatch):
         ("generate nowhere --prompt x", "unknown checkpoint"),
         ("view {run} {empty}", "is empty"),
         ("view {run} nothere.txt", "no file"),
-        ("view {run} {own} --out {own}", "file of that name"),
+        ("view {run} {own} --out {own}", "is a file; choose another"),
         ("train tsa_tiny_test --data {empty} --out {root}/x", "holds no text"),
         ("train tsa_tiny_test --limit 3 --out {root}/x", "is for images"),
         ("train tsa_tiny_test --set method.tau=2 --out {root}/x", "tau = 2"),

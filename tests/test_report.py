@@ -284,7 +284,7 @@ def test_mistakes_are_named(data, tmp_path):
     run, taken = checkpoint(tmp_path / "run"), tmp_path / "taken"
     taken.write_text("mine")
     for out in (taken, taken / "below"):
-        with pytest.raises(dwindle.DwindleError, match="there is a file of that name"):
+        with pytest.raises(dwindle.DwindleError, match="is a file; choose another"):
             report.report(run, out, data=data)
     out = tmp_path / "out"
     with pytest.raises(dwindle.DwindleError, match="--data"):

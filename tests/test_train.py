@@ -159,15 +159,18 @@ def test_defaults_are_the_papers():
     assert recipe.augment.startswith("rand")
 
 
-def test_bad_runs(data, tmp_path):
+def test_bad_runs(data, tmp_path, monkeypatch):
     with pytest.raises(dwindle.DwindleError, match="did you mean 'vit_tiny_patch16_224'"):
         Run(small(model="vit_tiny_patch16_244"), data, tmp_path / "a")
     with pytest.raises(dwindle.DwindleError, match="teacher = me: Unknown checkpoint"):
         Run(small(teacher="me"), data, tmp_path / "b")
     train(small(epochs=1), data, tmp_path / "c")
     (tmp_path / "file").write_text("")
+    with monkeypatch.context() as patch, pytest.raises(dwindle.DwindleError, match="cannot be written to"):
+        patch.setattr("dwindle.files.os.access", lambda *_: False)
+        Run(small(epochs=1), data, tmp_path / "d")
     for out, resume in (("file", False), ("file", True), ("file/run", False)):
-        with pytest.raises(dwindle.DwindleError, match="there is a file of that name"):
+        with pytest.raises(dwindle.DwindleError, match="is a file; choose another"):
             Run(small(epochs=1), data, tmp_path / out, resume=resume)
     with pytest.raises(dwindle.DwindleError, match="--resume"):
         Run(small(epochs=1), data, tmp_path / "c")

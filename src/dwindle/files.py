@@ -24,7 +24,7 @@ def check_folder(out: Path, option: str = "--out") -> None:
     """That results can go there; best asked before the work."""
     there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not there.is_dir():
-        raise DwindleError(f"'{out}' cannot be a folder, there is a file of that name; choose another {option}.")
+        raise DwindleError(f"'{out}' cannot be a folder, '{there}' is a file; choose another {option}.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise DwindleError(f"'{there}' cannot be written to by this user; choose another {option}.")
 

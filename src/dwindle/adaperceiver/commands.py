@@ -12,7 +12,7 @@ import typer
 
 from ..errors import DwindleError
 from ..files import check_folder, write_text
-from ..terminal import Checkpoint, Data, Device, aside, device_for, finish, numbers, progress_bar, show_table
+from ..terminal import Checkpoint, Data, Device, aside, device_for, finish, numbers, plain, progress_bar, show_table
 
 
 def register(app: typer.Typer) -> None:
@@ -121,10 +121,13 @@ def grid(
     show_table(f"{checkpoint} on {data}: top-1 at full width", columns, lines)
     columns = ["tokens", "depth", "width", "top1", "gmacs", "ms", "speedup"]
     show_table(f"latency, batch {batch}, {dtype} on {place}", columns, [[row[c] for c in columns] for row in latency])
-    for depth in result["lagging"] if len(model.readouts) > 1 else []:
+    lagging = result["lagging"]
+    if lagging and len(model.readouts) > 1:
+        renew = {late: max(d for d in range(1, late) if d not in lagging) for late in lagging}
         aside.print(
-            f"Block {depth}'s answers are worse than block {depth - 1}'s at every setting: its read-out may have "
-            f'learned badly; train it anew, --set freeze_backbone=true --set "renew={{{depth}: {depth - 1}}}".',
+            f"Answers after block {' and '.join(map(str, lagging))} are worse than after the block before, at every "
+            "setting: the read-out may have learned badly. What trains it anew: "
+            + plain(f'--set weights={checkpoint} --set freeze_backbone=true --set "renew={renew}"'),
             soft_wrap=True,
         )
     finish({k: v for k, v in result.items() if k != "rows"} | {"out": str(out)})

@@ -91,11 +91,13 @@ def falls(found: Grid) -> dict[str, float]:
 
 
 def lagging(found: Grid) -> list[int]:
-    """Depths whose answers are worse than those of the depth before at every width and number of tokens: of a network
-    with a read-out for each depth, one that learned badly.
+    """Depths whose answers are worse than those of the depth before at every width and number of tokens, and on average
+    by more than two standard errors: of a network with a read-out for each depth, one that learned badly.
     """
     worse = (found.top1.diff(dim=1) < 0).all(2).all(0)  # (L - 1,)
-    return [depth for depth, lags in enumerate(worse.tolist(), 2) if lags]
+    gain = found.correct.double().mean((0, 2)).diff(dim=0)  # (L - 1, n), of each image
+    noise = gain.std(-1) / gain.shape[-1] ** 0.5
+    return [depth for depth, lags in enumerate((worse & (gain.mean(-1) < -2 * noise)).tolist(), 2) if lags]
 
 
 @torch.no_grad()

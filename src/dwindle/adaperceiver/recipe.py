@@ -60,8 +60,6 @@ class AdaRecipe(Recipe):
             raise DwindleError(f"attention = {self.attention}: an open mask trains by 'mask'; leave it out.")
         if not self.block_lr >= 0:
             raise DwindleError(f"block_lr = {self.block_lr}: it is a share of lr, at least 0.")
-        if self.renew is not None:
-            self._check_renew()
         if self.optimizer not in OPTIMIZERS:
             raise unknown("optimizer", self.optimizer, OPTIMIZERS)
         if self.attention not in (None, *ATTENTIONS):
@@ -71,15 +69,18 @@ class AdaRecipe(Recipe):
             raise DwindleError(f"stages = {self.stages}: give three shares of the epochs, such as (0.4, 0.4, 0.2).")
         if len(self.stage_lr) != 3:
             raise DwindleError(f"stage_lr = {self.stage_lr}: give three factors of lr, such as (1, 1, 0.5).")
+        if self.renew is not None:
+            self._check_renew()
 
     def _check_renew(self) -> None:
         given = f"renew = {self.renew}"
-        if not self.renew:
-            raise DwindleError(f"{given}: name the read-outs that begin anew, such as {{9: 8}}, or leave it out.")
+        if not self.renew or not all(type(depth) is int for pair in self.renew.items() for depth in pair):
+            raise DwindleError(f"{given}: name depths by whole numbers, such as {{9: 8}}, or leave it out.")
         for fits, wanted in (
             (self.freeze_backbone and self.weights is not None, "weights=RUN freeze_backbone=true"),
             (self.method_options.get("readouts") == "own", "method.readouts=own"),
             (not self.stages[0], "stages=(0,0,1)"),  # the first stage reads the last block only
+            (self.depth_weight > 0, "depth_weight above 0"),
         ):
             if not fits:
                 raise DwindleError(f"{given}: it needs {wanted} as well.")

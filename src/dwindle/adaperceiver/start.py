@@ -22,11 +22,17 @@ FOCUS = 60.0  # how narrowly a latent looks at its place at the start: nearly on
 CODE = 3.5  # the size of the code of places beside the patch it is added to
 
 
-def begin_from(model: AdaPerceiver, source: str, images: Tensor, frozen: bool = False) -> None:
+def begin_from(model: AdaPerceiver, source: str, images: Tensor, frozen: bool = False, renewed: bool = False) -> None:
     """Load `source`, a checkpoint. images: some (B, C, height, width), prepared, that show what a ViT's channels do.
-    frozen: its blocks will not learn other tokens than it has, or another mask.
+    frozen: its blocks will not learn other tokens than it has, or another mask. renewed: nor most of its read-outs
+    another task.
     """
     other: Any = load(source)
+    if renewed and not _same_readouts(model, other):
+        raise DwindleError(
+            f"weights = {source} has no read-outs that renew could keep: it must be an AdaPerceiver with one for each "
+            f"of {model.depth} depths and {model.classes} classes; give weights=RUN, the network to mend."
+        )
     if isinstance(other, AdaPerceiver):
         one = len(model.tokens) == 1 and model.tokens == other.tokens  # then no mask hides anything
         for name in ("tokens",) if one else ("tokens", "mask"):
@@ -47,6 +53,13 @@ def begin_from(model: AdaPerceiver, source: str, images: Tensor, frozen: bool = 
         _from_ada(model, other, source)
     else:
         _from_vit(model, other, source, images)
+
+
+def _same_readouts(model: AdaPerceiver, other: Any) -> bool:
+    def shapes(network: AdaPerceiver) -> dict[str, torch.Size]:
+        return {name: value.shape for name, value in network.readouts.state_dict().items()}
+
+    return isinstance(other, AdaPerceiver) and shapes(model) == shapes(other)
 
 
 def _from_ada(model: AdaPerceiver, other: AdaPerceiver, source: str) -> None:

@@ -83,7 +83,9 @@ class AdaRun(Run):
         self.model.attention = recipe.attention
         self.preprocess = whole_if_small(Preprocess(size=self.model.image), self.train_images)
         if recipe.weights is not None:
-            begin_from(self.model, recipe.weights, self._some_images(), recipe.freeze_backbone)
+            begin_from(
+                self.model, recipe.weights, self._some_images(), recipe.freeze_backbone, recipe.renew is not None
+            )
         self.model.to(self.device)
         if recipe.freeze_backbone:
             _freeze(self.model, recipe.renew)
