@@ -182,7 +182,7 @@ def ada_cifar100_cpu_compare() -> AdaComparison:
 
     dwindle compare ada_cifar100_cpu_compare --data DATA/cifar100 --out runs/ada_cpu_compare
 
-    The static ones on 2 cores of an AMD EPYC: 52.86, 75.10 and 83.25; docs/adaperceiver.md has the shipped one beside them.
+    The static ones on 2 cores of an AMD EPYC: 52.86, 75.10 and 83.25 (docs/adaperceiver.md, beside the shipped one).
     """
     return _ada_comparison(dataclasses.replace(_ada_cifar100_cpu(21), views=4, compile=True))
 
