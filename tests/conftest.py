@@ -179,3 +179,11 @@ def images_for(model: dwindle.AdaptiveViT, count: int = 5, dtype: torch.dtype = 
     height, width = model.backbone.shape.image
     scale = torch.linspace(0.5, 2, count).view(-1, 1, 1, 1)  # so that images differ in how long they take
     return (torch.randn(count, 3, height, width, generator=generator) * scale).to(dtype)
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Each attack of tests/attacks says how much it tried and what got through; teardown reports carry it."""
+    reports = [report for group in terminalreporter.stats.values() for report in group if hasattr(report, "user_properties")]
+    told = {tuple(value) for report in reports for name, value in report.user_properties if name == "attack"}
+    for name, tried, failed in sorted(told):
+        terminalreporter.write_line(f"attack {name}: tried {tried}, failed {failed}")
