@@ -43,8 +43,6 @@ def bf16_on_cpu():
 @pytest.fixture
 def place(monkeypatch):
     """Where recordings are tried: a GPU; where there is none, one is played by doing again what was recorded."""
-    # Always the recording, whatever is faster here.
-    monkeypatch.setattr("dwindle.bench.milliseconds", lambda calls, seconds, device: [[i] for i, _ in enumerate(calls)])
     if torch.cuda.is_available():
         return "cuda"
     monkeypatch.setattr(recording, "captured", lambda call, pool=None: (call(), SimpleNamespace(replay=call))[1])
@@ -183,7 +181,9 @@ def images_for(model: dwindle.AdaptiveViT, count: int = 5, dtype: torch.dtype = 
 
 def pytest_terminal_summary(terminalreporter) -> None:
     """Each attack of tests/attacks says how much it tried and what got through; teardown reports carry it."""
-    reports = [report for group in terminalreporter.stats.values() for report in group if hasattr(report, "user_properties")]
+    reports = [
+        report for group in terminalreporter.stats.values() for report in group if hasattr(report, "user_properties")
+    ]
     told = {tuple(value) for report in reports for name, value in report.user_properties if name == "attack"}
     for name, tried, failed in sorted(told):
         terminalreporter.write_line(f"attack {name}: tried {tried}, failed {failed}")

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import dwindle
-from dwindle.adaperceiver import recorded
 from dwindle.adaperceiver.grid import latencies
 from dwindle.adaperceiver.leaving import Leaving
 from dwindle.adaperceiver.recorded import Recorded, Recorder
@@ -127,45 +126,6 @@ def test_few_are_kept_and_none_in_vain(place):
 
 
 @torch.no_grad()
-def test_recordings_follow_the_weights(place):
-    model, x = tiny().to(place), images(3).to(place)
-    recorder = Recorder(model)
-
-    def settled(exit=None):
-        return [recorder(x, 8, 3, 24, exit) for _ in range(3)][-1]
-
-    settled()
-    settled(0.5)
-    for change, anew in (
-        (lambda: model.readouts[-1].head.weight.mul_(2), False),  # read where it lies
-        (lambda: model.blocks[1].ffn.fc1.weight.mul_(1.5), False),
-        (lambda: setattr(model.readouts[-1], "head", copy.deepcopy(model.readouts[-1].head)), True),
-        (lambda: setattr(model.latent, "data", 2 * model.latent.data), True),
-        (lambda: model.float().double(), True),
-        (lambda: setattr(model, "attention", "mask"), True),
-    ):
-        before = made(recorder)
-        change()
-        for exit in (None, 0.5):
-            same(recorder(x, 8, 3, 24, exit), model.run(x, 8, 3, 24, exit))
-            same(settled(exit), model.run(x, 8, 3, 24, exit))
-            assert (made(recorder)[-1] not in before) == anew
-
-
-@torch.no_grad()
-def test_a_graph_made_on_the_way_is_of_the_model_as_it_is(place):
-    """A call that needs a block nobody recorded yet, after the network got other classes."""
-    model, x = tiny(readouts="own").to(place), images(3).to(place)
-    recorder = Recorder(model)
-    for _ in range(2):
-        recorder(x, 8, 4, 32, 1e-6)  # all leave at the first block
-    for readout in model.readouts:
-        readout.head = torch.nn.Linear(32, 7, dtype=torch.float64, device=place)
-    for _ in range(3):
-        same(recorder(x, 8, 4, 32, 1.0), model.run(x, 8, 4, 32, 1.0))
-
-
-@torch.no_grad()
 def test_a_block_that_cannot_be_recorded_runs(place, monkeypatch, caplog):
     model, x = tiny(readouts="own").to(place), images(3).to(place)
     recorder = Recorder(model)
@@ -184,12 +144,13 @@ def test_a_block_that_cannot_be_recorded_runs(place, monkeypatch, caplog):
 @torch.no_grad()
 def test_a_model_is_freed_with_its_recordings(place):
     model, x = tiny().to(place), images(3).to(place)
+    fast = model.prepare()
     for _ in range(3):
-        model.recorder(x, 8, 4, 32, 0.9)
-    seen = weakref.ref(model)
+        fast._recorder(x, 8, 4, 32, 0.9)
+    seen = weakref.ref(fast._network)
     gc.disable()
     try:
-        del model
+        del fast
         assert seen() is None
     finally:
         gc.enable()
@@ -220,11 +181,12 @@ def test_what_cannot_be_recorded_runs(place, monkeypatch, caplog):
 
 
 def test_who_is_recorded(place, monkeypatch):
-    """One setting for the whole batch, in eval, without gradients, on a GPU."""
-    model, x = tiny().to(place), images(4).to(place)
+    """One setting for the whole batch, of a prepared network on a GPU."""
+    network, x = tiny().to(place), images(4).to(place)
+    model = network.prepare()
     if place == "cpu":
         x = x.as_subclass(type("OnGPU", (torch.Tensor,), {"is_cuda": True}))
-        monkeypatch.setattr(recorded, "records", lambda images: True)
+        monkeypatch.setattr("dwindle.adaperceiver.prepared.records", lambda images: True)
     asked = []
     monkeypatch.setattr(Recorder, "__call__", lambda self, images, *setting: asked.append(setting))
     with torch.no_grad():
@@ -242,34 +204,32 @@ def test_who_is_recorded(place, monkeypatch):
             model(x, tokens=0)
         with pytest.raises(dwindle.DwindleError, match="whole number"):
             model(x, tokens=True)
-        model.train()(x)
-        model.eval()
-    model(x)
+        network(x)
     assert asked == [(16, 4, 32, None, None), (8, 4, 16, None, None), (8, 4, 32, 0.5, None), (8, 4, 32, 0.5, [2])]
 
 
 def test_a_copy_has_recordings_of_its_own(place):
-    model = tiny().to(place)
-    recorder = model.recorder
-    assert model.recorder is recorder and copy.deepcopy(model).recorder is not recorder
+    fast = tiny().to(place).prepare()
+    assert copy.deepcopy(fast)._recorder is not fast._recorder
 
 
 def test_bad_images_are_named(place):
-    model = tiny().to(place)
+    fast = tiny().to(place).prepare()
     with pytest.raises(dwindle.DwindleError, match="multiples of 8"), torch.no_grad():
-        model.recorder(torch.zeros(2, 3, 33, 32, dtype=torch.float64, device=place), 8, 4, 32)
+        fast._recorder(torch.zeros(2, 3, 33, 32, dtype=torch.float64, device=place), 8, 4, 32)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @torch.no_grad()
 def test_on_a_gpu():
     model, x = tiny(torch.float32).cuda(), images(5, torch.float32).cuda()
+    fast = model.prepare()
     for dtype in (None, torch.bfloat16):
         with torch.autocast("cuda", dtype, enabled=dtype is not None):
             for _ in range(3):
-                ours, theirs = model(x, tokens=8), model.run(x, tokens=8)
+                ours, theirs = fast(x, tokens=8), model.run(x, tokens=8)
                 torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-4, rtol=1e-4)
-                ours, theirs = model(x, tokens=8, exit=1.0), model.run(x, tokens=8, exit=1.0)
+                ours, theirs = fast(x, tokens=8, exit=1.0), model.run(x, tokens=8, exit=1.0)
                 torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-4, rtol=1e-4)
-    assert len(made(model.recorder)) == 4
+    assert len(made(fast._recorder)) == 4
     assert latencies(model, [(t, 4, 32) for t in range(1, 11)], 2, "cuda", torch.float32, 0.1)[0]["rounds"] >= 5

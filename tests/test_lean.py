@@ -1,10 +1,8 @@
-"""The lean layout, what a CPU runs by itself, against the eager packed path, its definition; and its ops."""
+"""The lean layout, what a prepared model runs on a CPU, against the packed path, its definition; and its ops."""
 
 from __future__ import annotations
 
 import copy
-import pickle
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -16,9 +14,8 @@ import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
 from dwindle.bench import forced_depths
 from dwindle.lean import Lean
-from dwindle.ops import linear as linear_module
 from dwindle.ops.heirs import hand_over, heirs, inherit
-from dwindle.ops.linear import MKL, OneDNN, _fastest, available, library, linear, linear_ref, narrow, room
+from dwindle.ops.linear import MKL, OneDNN, Packs, _works, available, library, linear_ref, maker, room
 from dwindle.ops.patches import cut_by_matmul, cutting, embed_patches
 from dwindle.tokens import Packed
 
@@ -39,7 +36,6 @@ def by(monkeypatch):
         if not wanted.here():
             pytest.skip(f"this torch has no {wanted.__name__}")
         monkeypatch.setattr("dwindle.ops.linear.library", lambda *dtype: wanted)
-        monkeypatch.setattr("dwindle.ops.linear._packed", WeakKeyDictionary())
 
     return choose
 
@@ -59,11 +55,11 @@ def same(ours, theirs, tolerance=1e-5):
 @torch.no_grad()
 def test_lean_is_packed(backbone, method):
     model = build(backbone, METHODS[method]())
-    images = images_for(model, 3)
-    same(model(images), model(images, layout="packed"))
-    same(model(images[:1]), model(images[:1], layout="packed"))
+    images, fast = images_for(model, 3), model.prepare()
+    same(fast(images), model(images, layout="packed"))
+    same(fast(images[:1]), model(images[:1], layout="packed"))
     depths = forced_depths(3, model.backbone.shape, 0.6)
-    same(model(images, depths=depths), model(images, layout="packed", depths=depths))
+    same(fast(images, depths=depths), model(images, layout="packed", depths=depths))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -71,7 +67,7 @@ def test_lean_is_packed(backbone, method):
 def test_other_precisions(dtype):
     model = build("layerscale", METHODS["AHT_heirs"](), dtype)
     images = images_for(model, 3, dtype)
-    same(model(images), model(images, layout="packed"), 1e-12 if dtype == torch.float64 else 0.1)
+    same(model.prepare()(images), model(images, layout="packed"), 1e-12 if dtype == torch.float64 else 0.1)
 
 
 @pytest.mark.usefixtures("bf16_on_cpu")
@@ -87,10 +83,10 @@ def test_bf16_errs_no_more_than_twice_as_far_as_plain_torch(backbone, method, mo
     depths = forced_depths(4, exact.backbone.shape, 0.6)
     wanted = exact(images, depths=depths).logits
     rough, images = copy.deepcopy(exact).bfloat16(), images.bfloat16()
-    plain = rough(images, layout="masked", depths=depths).logits.float()
-    ours = rough(images, depths=depths).logits.float()
+    plain, fast = rough(images, layout="masked", depths=depths).logits.float(), rough.prepare()
+    ours = fast(images, depths=depths).logits.float()
     assert (ours - wanted).abs().mean() <= 2 * (plain - wanted).abs().mean()
-    alone = rough(images[:1], depths=depths[:1]).logits.float()
+    alone = fast(images[:1], depths=depths[:1]).logits.float()
     tolerance = 2**-4 if backbone == "attention_pool" else 0.0
     torch.testing.assert_close(alone, ours[:1], rtol=tolerance, atol=tolerance)
 
@@ -103,10 +99,11 @@ def test_in_bf16_an_image_alone_decides_as_in_its_batch(heirs):
     vit = VisionTransformer(img_size=64, patch_size=8, embed_dim=192, depth=6, num_heads=3, num_classes=10)
     model = dwindle.adapt(vit, dwindle.AHT(stages=(1, 2, 3), gamma=2.0, follow=0.7, heirs=heirs)).eval().bfloat16()
     images = torch.randn(12, 3, 64, 64).bfloat16()
-    together = model(images)
+    fast = model.prepare()
+    together = fast(images)
     assert together.trace.depth.unique().numel() > 2
     for i in range(12):
-        alone = model(images[i, None])
+        alone = fast(images[i, None])
         assert torch.equal(alone.trace.depth[0], together.trace.depth[i])
         torch.testing.assert_close(alone.logits[0], together.logits[i], rtol=2**-6, atol=2**-6)  # timm's own head
 
@@ -125,77 +122,31 @@ def test_the_mean_of_an_image_is_rounded_as_if_it_were_alone(dtype):
 @torch.no_grad()
 def test_layers_in_bf16_meet_few_numbers_of_rows(monkeypatch):
     """And round as plain ones do, to the bit."""
-    layer, met, product = nn.Linear(64, 48).bfloat16(), set(), OneDNN.product
+    layer, met, product, packs = nn.Linear(64, 48).bfloat16(), set(), OneDNN.product, Packs()
+    lean = Lean.begin(torch.zeros(1, 2, 64), 0, {}, packs)
     monkeypatch.setattr(OneDNN, "product", lambda x, *rest: met.add(len(x)) or product(x, *rest))
     for rows in (*range(1, 40), 100, 101, 333):
         x = torch.randn(rows, 64).bfloat16()
-        for ask in (linear, narrow):
+        for ask in (packs, lean.linear):
             torch.testing.assert_close(ask(layer, x), linear_ref(layer, x), rtol=2**-7, atol=2**-8)
     assert met == {8, 16, 24, 32, 40, 104, 336}
-    met.clear()
-    with torch.enable_grad():
-        narrow(layer, x)
-    assert not met
 
 
 @torch.no_grad()
-def test_lean_runs_only_where_nobody_watches_the_block(monkeypatch):
+def test_lean_runs_where_a_model_is_prepared(monkeypatch):
     model = build("vit", METHODS["AHT"]())
-    images = images_for(model, 2)
+    images, fast = images_for(model, 2), model.prepare()
     ran = []
     monkeypatch.setattr(
         Lean, "update", lambda self, call, block: ran.append(block) or super(Lean, self).update(call, block)
     )
-    model(images)
-    assert len(ran) == len(model.backbone.blocks)
+    fast(images)
+    assert len(ran) == len(model.backbone.blocks) and fast.path(images) == "lean"
     ran.clear()
-    model(images, layout="packed")
-    with torch.enable_grad():
-        model(images)
+    model(images)
     with torch.autocast("cpu", torch.bfloat16):
-        model(images)
+        fast(images)
     assert not ran
-
-
-@torch.no_grad()
-def test_it_follows_its_weights_and_modules():
-    model = build("layerscale", METHODS["AHT"]())
-    images = images_for(model, 3)
-    block = model.vit.blocks[1]
-
-    def exchange(owner: nn.Module, name: str, new: nn.Module | nn.Parameter) -> None:
-        setattr(owner, name, new)
-        model.backbone.remove()
-        model.backbone.install()  # hooks and all, on whatever hangs there now
-
-    for change in (
-        lambda: block.mlp.fc1.weight.mul_(1.5),
-        lambda: setattr(block.attn.proj.weight, "data", block.attn.proj.weight * 0.5),
-        lambda: exchange(block.mlp, "fc1", nn.Linear(32, 128)),
-        lambda: exchange(block.mlp, "act", nn.ReLU()),
-        lambda: setattr(block.ls1, "gamma", nn.Parameter(torch.rand(32))),
-        lambda: model.load_state_dict({k: v * 1.1 for k, v in model.state_dict().items()}),
-        lambda: model.double().float(),
-    ):
-        model(images)
-        change()
-        same(model(images), model(images, layout="packed"))
-    twin = pickle.loads(pickle.dumps(copy.deepcopy(model.vit.blocks[0].mlp.fc2)))  # packed weights do not travel
-    assert torch.equal(twin.weight, model.vit.blocks[0].mlp.fc2.weight)
-
-
-@torch.no_grad()
-def test_a_layer_derived_from_linear_runs_its_own():
-    class Doubled(nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    model = build("vit", METHODS["AHT"]())
-    images = images_for(model, 2)
-    plain = model.vit.blocks[0].attn.proj
-    model.vit.blocks[0].attn.proj = Doubled(32, 32)
-    model.vit.blocks[0].attn.proj.load_state_dict(plain.state_dict())
-    same(model(images), model(images, layout="packed"))
 
 
 @pytest.mark.parametrize("kind", [MKL, OneDNN])
@@ -204,7 +155,7 @@ def test_a_layer_derived_from_linear_runs_its_own():
 @torch.no_grad()
 def test_packed_weights_serve_any_number_of_rows(by, kind, wide, out, bias):
     by(kind)
-    layer = nn.Linear(wide, out, bias=bias)
+    layer, linear = nn.Linear(wide, out, bias=bias), Packs()
     for rows in (1, 2, 3, 7, 8, 15, 16, 17, 31, 64, 127, 128, 129, 197, 500, 1201, 2051):
         x = torch.randn(rows, wide)
         torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
@@ -216,26 +167,22 @@ def test_packed_weights_serve_any_number_of_rows(by, kind, wide, out, bias):
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
 def test_a_corner_of_a_layer_is_packed_apart(by, kind, bias):
-    """The first outputs and inputs, as if there were no others; all forms follow the weight, and none outlives it."""
+    """The first outputs and inputs, as if there were no others."""
     by(kind)
-    layer, corners = nn.Linear(64, 48, bias=bias), [None, (24, 64), (48, 32), (7, 33), (24, 64)]
-    for _ in range(2):
-        for corner in corners:
-            x = torch.randn(3, 5, corner[1] if corner else 64)
-            ours, theirs = linear(layer, x, corner), linear_ref(layer, x, corner)
-            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
-            if corner:
-                small = nn.Linear(corner[1], corner[0], bias=bias)
-                small.weight.copy_(layer.weight[: corner[0], : corner[1]])
-                if bias:
-                    small.bias.copy_(layer.bias[: corner[0]])
-                torch.testing.assert_close(theirs, small(x))
-        assert len(linear_module._packed[layer]) == 4
-        layer.weight.add_(1.0)
-    linear(layer, x, (24, 64))
-    assert list(linear_module._packed[layer]) == [(24, 64)]
+    layer, linear = nn.Linear(64, 48, bias=bias), Packs()
+    for corner in (None, (24, 64), (48, 32), (7, 33), (24, 64)):
+        x = torch.randn(3, 5, corner[1] if corner else 64)
+        ours, theirs = linear(layer, x, corner), linear_ref(layer, x, corner)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        if corner:
+            small = nn.Linear(corner[1], corner[0], bias=bias)
+            small.weight.copy_(layer.weight[: corner[0], : corner[1]])
+            if bias:
+                small.bias.copy_(layer.bias[: corner[0]])
+            torch.testing.assert_close(theirs, small(x))
+    assert len(linear._made) == 4
     wide = torch.randn(5, 33, dtype=torch.float64)
-    torch.testing.assert_close(linear(layer.double(), wide, (7, 33)), linear_ref(layer, wide, (7, 33)))
+    torch.testing.assert_close(Packs()(layer.double(), wide, (7, 33)), linear_ref(layer, wide, (7, 33)))
 
 
 @pytest.mark.parametrize("kind", [MKL, OneDNN])
@@ -245,24 +192,26 @@ def test_a_corner_of_a_layer_is_packed_apart(by, kind, bias):
 def test_lean_is_packed_by_either_library(by, kind, backbone, method):
     by(kind)
     model = build(backbone, METHODS[method]())
-    images = images_for(model, 5)
-    same(model(images), model(images, layout="packed"))
-    same(model(images[:1]), model(images[:1], layout="packed"))
+    images, fast = images_for(model, 5), model.prepare()
+    same(fast(images), model(images, layout="packed"))
+    same(fast(images[:1]), model(images[:1], layout="packed"))
 
 
 @packs
-def test_a_library_is_chosen_whatever_the_defaults_are():
+def test_a_library_is_chosen_by_the_maker_of_the_cpu(monkeypatch):
     chosen = library()
-    assert chosen in (MKL, OneDNN)
+    assert chosen is {"AuthenticAMD": OneDNN, "GenuineIntel": MKL}[maker()]
     layer, x = nn.Linear(24, 40), torch.randn(5, 24)
     try:
         torch.set_default_dtype(torch.float64)
         with torch.device("meta"), torch.no_grad():
-            _fastest.cache_clear()
-            assert library() in (MKL, OneDNN)
-            torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
+            _works.cache_clear()
+            assert library() is chosen
+            torch.testing.assert_close(Packs()(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
     finally:
         torch.set_default_dtype(torch.float32)
+    monkeypatch.setattr("dwindle.ops.linear.maker", lambda: "ARM")
+    assert library() is None and not available()
 
 
 @packs
@@ -270,43 +219,19 @@ def test_a_library_that_is_not_there_is_not_taken(monkeypatch):
     def broken(*_):
         raise RuntimeError("could not create a primitive descriptor")
 
-    monkeypatch.setattr("dwindle.ops.linear._fastest", _fastest.__wrapped__)
-    monkeypatch.setattr(OneDNN, "product", staticmethod(broken))
-    assert library() is not OneDNN
-    monkeypatch.setattr(MKL, "product", staticmethod(lambda x, packed, weight, bias: F.linear(x, weight) + 1))
-    assert library() is None
+    chosen = library()
+    monkeypatch.setattr("dwindle.ops.linear._works", _works.__wrapped__)
     layer, x = nn.Linear(24, 40), torch.randn(5, 24)
-    assert torch.equal(linear(layer, x), linear_ref(layer, x))
-
-
-@packs
-def test_a_layer_keeps_the_library_it_was_packed_by(by):
-    layer, x = nn.Linear(24, 40), torch.randn(5, 24)
-    for kind in (MKL, OneDNN):
-        if not kind.here():
-            pytest.skip(f"this torch has no {kind.__name__}")
-    with torch.no_grad():
-        by(OneDNN)
-        linear(layer, x)
-        packed = linear_module._packed
-        by(MKL)
-        linear_module._packed = packed
-        torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
-
-
-@torch.inference_mode()
-def test_weights_that_do_not_tell_when_they_are_written_to_are_not_packed(by):
-    by(OneDNN)
-    layer, x = nn.Linear(64, 48), torch.randn(9, 64)
-    for _ in range(2):
-        assert torch.equal(linear(layer, x), linear_ref(layer, x)) and layer not in linear_module._packed
-        layer.weight.mul_(2.0)
+    for product in (broken, lambda x, packed, weight, bias: F.linear(x, weight) + 1):
+        monkeypatch.setattr(chosen, "product", staticmethod(product))
+        assert library() is None
+        assert torch.equal(Packs()(layer, x), linear_ref(layer, x))
 
 
 @torch.no_grad()
 def test_compiled_and_traced_calls_are_plain(by):
     by(OneDNN)
-    layer, x = nn.Linear(64, 48).requires_grad_(False), torch.randn(9, 64)
+    layer, x, linear = nn.Linear(64, 48).requires_grad_(False), torch.randn(9, 64), Packs()
     linear(layer, x)
     compiled, traced = torch.compile(lambda x: linear(layer, x)), torch.jit.trace(lambda x: linear(layer, x), x)
     for call in (compiled, traced):
@@ -317,24 +242,13 @@ def test_compiled_and_traced_calls_are_plain(by):
 def test_small_products_are_not_packed(by, monkeypatch):
     by(OneDNN)
     monkeypatch.setattr("dwindle.ops.linear.WORTH", 64 * 48 * 10)
-    layer, packed = nn.Linear(64, 48), linear_module._packed
+    layer, linear = nn.Linear(64, 48), Packs()
     for rows, corner in ((9, None), (19, (24, 64)), (19, (48, 32))):
         x = torch.randn(rows, corner[1] if corner else 64)
-        assert torch.equal(linear(layer, x, corner), linear_ref(layer, x, corner)) and layer not in packed
+        assert torch.equal(linear(layer, x, corner), linear_ref(layer, x, corner)) and not linear._made
     for rows, corner in ((10, None), (20, (24, 64)), (20, (48, 32))):
         linear(layer, torch.randn(2, rows // 2, corner[1] if corner else 64), corner)
-        assert corner in packed[layer]
-
-
-@packs
-@torch.no_grad()
-def test_a_weight_where_another_lay_is_another():
-    layer, x = nn.Linear(256, 64), torch.randn(5, 256)
-    for _ in range(20):
-        linear(layer, x)
-        for _ in range(2):  # the second may come to lie where the one before the first was
-            layer.weight = nn.Parameter(torch.randn(64, 256))
-        torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-4, rtol=1e-4)
+        assert (layer, corner) in linear._made
 
 
 @torch.no_grad()
@@ -351,7 +265,7 @@ def test_layers_of_ones_own_see_live_rows_only(by):
     images = images_for(model, 2)
     fall = model.vit.blocks[0].mlp.fc2
     model.vit.blocks[0].mlp.fc2 = Own(fall.in_features, fall.out_features)
-    same(model(images), model(images, layout="packed"))
+    same(model.prepare()(images), model(images, layout="packed"))
     assert seen[0] == seen[1]
 
 
@@ -404,4 +318,4 @@ def test_patches_by_a_matrix_product(size, by):
 def test_static_on_a_cpu_is_the_wrapped_model():
     model = build("vit", dwindle.Static())
     images = images_for(model, 3)
-    torch.testing.assert_close(model(images).logits, model.vit(images), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model.prepare()(images).logits, model.vit(images), atol=1e-5, rtol=1e-5)

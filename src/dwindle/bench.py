@@ -184,17 +184,17 @@ def _row(
     fraction: float | None,
     seconds: float,
 ) -> dict[str, Any]:
-    place = images.device
+    place, fast = images.device, model.prepare()
     depths = None if fraction is None else forced_depths(len(images), model.backbone.shape, fraction).to(place)
-    adaptive: dict[str, Callable[[], Any]] = {"adaptive": partial(model, images, depths=depths)}
+    adaptive: dict[str, Callable[[], Any]] = {"adaptive": partial(fast, images, depths=depths)}
     if place.type == "cuda":
         adaptive["packed"] = partial(model, images, layout="packed", depths=depths)
-        adaptive["handed"] = partial(model, images, depths=depths)
-        there = model.engine.inputs(images, depths)  # the engine makes its choice
+        adaptive["handed"] = partial(fast, images, depths=depths)
+        there: Any = fast.inputs(images, depths)
         # Static's graph reads images where they lie: so does ours.
-        adaptive["adaptive"] = partial(model, there[0], depths=there[1])
+        adaptive["adaptive"] = partial(fast, there[0], depths=there[1])
         torch.cuda.reset_peak_memory_stats(place)
-        model(images, depths=depths)
+        fast(images, depths=depths)
         peak = torch.cuda.max_memory_allocated(place)
     calls = plain | adaptive
     spent = dict(zip(calls, milliseconds(list(calls.values()), seconds, place)))
@@ -212,11 +212,11 @@ def _row(
         "rounds": len(ratios),
     }
     if fraction is None:
-        trace = model(images).trace
+        trace = fast(images).trace
         row["fraction"] = round(float(trace.live.float().mean()), 4)
     if place.type == "cuda":
         row["static_ms"] = {name: medians[name] for name in plain}
         row |= {"best": best, "handed_ms": medians["handed"], "packed_eager_ms": medians["packed"]}
         row |= {"peak_mib": round(peak / 2**20, 1)}
-        row["engine"] = model.engine.chosen.get(tuple(images.shape))
+        row["engine"] = fast.path(images)
     return row

@@ -30,6 +30,7 @@ class Classify:
     def __init__(self, checkpoint: str | os.PathLike, column: str = "bytes", device: str | None = None) -> None:
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.model, self.column = load_halting(checkpoint).to(self.device), column
+        self.fast = self.model.prepare()
         self.transform = preprocess_of(self.model).eval_transform()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +38,7 @@ class Classify:
             raise DwindleError(f"The rows have no column '{self.column}'; set column to one of {', '.join(batch)}.")
         read = [self._read(value) for value in batch[self.column]]
         images = [image for image, _ in read if image is not None]
-        told = classify(self.model, torch.stack(images).to(self.device)) if images else {}
+        told = classify(self.model, self.fast, torch.stack(images).to(self.device)) if images else {}
         good = np.array([image is not None for image, _ in read])
         nothing = {"prediction": -1, "confidence": np.nan, "depth": np.nan, "gmacs": np.nan}
         added: dict[str, Any] = {}

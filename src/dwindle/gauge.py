@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from . import charts
 from .images import preprocess_of
 from .methods.static import Static
 from .model import AdaptiveViT
+from .prepared import quickest
 from .train.batches import loader
 from .train.data import Images
 from .train.evaluate import turn
@@ -73,8 +75,9 @@ def measure(model: AdaptiveViT, stream: Stream) -> Measured:
     """One pass of the adaptive model."""
     columns: dict[str, list[np.ndarray]] = {"best": [], "depth": [], "gmacs": [], "scores": []}
     stops, patches = np.zeros(model.backbone.shape.blocks, dtype=np.int64), np.zeros(())
+    fast = quickest(model.eval().to(stream.device))
     for x in stream.batches(model, "measuring"):
-        result = model(x)
+        result = fast(x)
         trace = result.trace
         columns["best"].append(_numpy(result.logits.topk(min(5, result.logits.shape[-1])).indices))
         columns["depth"].append(_numpy(trace.mean_depth))
@@ -107,8 +110,9 @@ def measure_static(model: AdaptiveViT, name: str, stream: Stream) -> Baseline:
     model.method = Static()
     model.method.bind(model.backbone.shape)
     try:
+        fast = quickest(model.eval().to(stream.device))
         for x in stream.batches(model, "comparing with static"):
-            result = model(x)
+            result = fast(x)
             right.append(_numpy(result.logits.argmax(-1)))
     finally:
         model.method = method
@@ -134,11 +138,12 @@ def turn_dial(
     """Accuracy and cost at settings of the dial, the one as trained first. The model is left as it was."""
     name, cheap, dear = dial
     trained = float(getattr(model.method, name))
+    fast: Any = quickest(model.eval().to(stream.device))
     few = torch.cat(list(stream.batches(model, "probing the dial", rows[:PROBED_IMAGES])))
 
     def cost(value: float) -> float:
-        turn(model, value, name)
-        return model.macs(model(few).trace).mean().item()
+        turn(fast, value, name)
+        return model.macs(fast(few).trace).mean().item()
 
     try:
         settings = [trained, *charts.spread_settings(cost, cheap, dear, TURNED, PROBED)]
@@ -147,10 +152,10 @@ def turn_dial(
         for x in stream.batches(model, "turning the dial", rows):
             wanted, at = labels[at : at + len(x)], at + len(x)
             for point in points:
-                turn(model, point["setting"], name)
-                result = model(x)
+                turn(fast, point["setting"], name)
+                result = fast(x)
                 point["gmacs"] += model.macs(result.trace).sum().item() / 1e9 / len(rows)
                 point["top1"] += 100 * int((_numpy(result.logits.argmax(-1)) == wanted).sum()) / len(rows)
     finally:
-        turn(model, trained, name)
+        turn(fast, trained, name)
     return points

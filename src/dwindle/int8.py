@@ -102,8 +102,8 @@ def race(model: AdaptiveViT, small: AdaptiveViT, photos: Tensor, seconds: float)
         calls: dict[str, Callable[[], Any]] = {
             "static_float": static_calls(model, images, ["eager"])["eager"],
             "static_int8": static_calls(small, images, ["eager"])["eager"],
-            "adaptive_float": partial(model, images),
-            "adaptive_int8": partial(small, images),
+            "adaptive_float": partial(model.prepare(), images),
+            "adaptive_int8": partial(small.prepare(), images),
         }
         times = dict(zip(calls, milliseconds(list(calls.values()), seconds, images.device)))
         ratios = {

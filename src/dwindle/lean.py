@@ -1,6 +1,6 @@
-"""The packed layout on a CPU with no more calls than a block needs, over weights packed once.
+"""The packed layout on a CPU with no more calls than a block needs, over weights packed once: what `prepare` runs.
 
-`Packed` is the definition. A block of an unknown make runs as there.
+`Packed` is the definition. A block that is not exactly what is known runs as there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .backbones.base import Parts
 from .ops.heirs import hand_over, heirs
-from .ops.linear import linear, packs, roomy
+from .ops.linear import Packs, roomy
 from .tokens import Packed
 
 
@@ -41,12 +41,13 @@ def takes(images: Tensor) -> bool:
 @dataclass
 class Lean(Packed):
     apart: dict[nn.Module, Parts | None] = field(default_factory=dict)
+    packs: Packs = field(default_factory=Packs)
     bequeathing: bool = False  # those who stop now have heirs
 
     @staticmethod
-    def begin(x_BND: Tensor, prefix: int, apart: dict[nn.Module, Parts | None]) -> Lean:
+    def begin(x_BND: Tensor, prefix: int, apart: dict[nn.Module, Parts | None], packs: Packs) -> Lean:
         plain = Packed.start(x_BND, prefix)
-        return Lean(plain.x, plain.shape, prefix, home=plain.home, lengths=plain.lengths, apart=apart)
+        return Lean(plain.x, plain.shape, prefix, home=plain.home, lengths=plain.lengths, apart=apart, packs=packs)
 
     def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Packed:
         parts = self.apart.get(block)
@@ -55,26 +56,30 @@ class Lean(Packed):
         self.x, self.tap = self._think(parts, self._attend(parts, self.x))
         return self
 
+    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """Too narrow to be packed for its speed; in bf16 it is, as it would meet any number of rows."""
+        return self.packs(layer, x) if x.dtype == torch.bfloat16 else layer(x)
+
     def _attend(self, parts: Parts, x_TD: Tensor) -> Tensor:
         """x plus its attention update."""
         normed = _norm(parts.norm1, x_TD)
-        made = [linear(layer, normed) for layer in parts.qkv]  # one layer, or three
+        made = [self.packs(layer, normed) for layer in parts.qkv]  # one layer, or three
         qkv = made[0] if len(made) == 1 else torch.cat(made, -1)
         q, k, v = qkv.view(1, len(x_TD), 3, parts.heads, -1).permute(2, 0, 3, 1, 4)  # (1, H, T, E)
         if parts.q_norm is not None and parts.k_norm is not None:
             q, k = parts.q_norm(q), parts.k_norm(k)
         mixed = self.attend(q, k, v, scale=parts.scale)
-        update = linear(parts.proj, mixed[0].transpose(0, 1).flatten(1))
+        update = self.packs(parts.proj, mixed[0].transpose(0, 1).flatten(1))
         return _added(x_TD, update, parts.scale1)
 
     def _think(self, parts: Parts, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
         """x plus its MLP's update, and the neuron that was asked for."""
         normed = _norm(parts.norm2, x_TD)
-        if packs(parts.rise, normed) and packs(parts.fall, normed):
+        if self.packs.takes(parts.rise, normed) and self.packs.takes(parts.fall, normed):
             normed = roomy(normed)  # the rows that fill up stay until the sum
-        hidden = linear(parts.rise, normed)
+        hidden = self.packs(parts.rise, normed)
         tap = None if self.tapped is None else hidden[: len(x_TD)].select(1, self.tapped).clone()
-        update = linear(parts.fall, ACTIVATIONS[parts.act](hidden))[: len(x_TD)]
+        update = self.packs(parts.fall, ACTIVATIONS[parts.act](hidden))[: len(x_TD)]
         return _added(x_TD, update, parts.scale2), tap
 
     def mean_over_heads(self, rows_HTE: Tensor) -> Tensor:

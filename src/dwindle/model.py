@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from .backbones import Backbone, backbone_of
 from .cost import static_macs, trace_macs
 from .errors import DwindleError, unknown
-from .lean import Lean, takes
 from .masked import Masked
 from .methods import Method
 from .ops.patches import cutting
@@ -22,7 +20,7 @@ from .tokens import Packed, Tokens
 from .trace import Trace
 
 if TYPE_CHECKING:
-    from .engine.graph import Engine
+    from .prepared import PreparedViT
 
 LAYOUTS: dict[str, type[Masked] | type[Packed]] = {"masked": Masked, "packed": Packed}
 DISTILLATIONS = ("soft", "hard", "token")
@@ -45,7 +43,6 @@ class AdaptiveViT(nn.Module):
         self.vit = vit
         self.method = method
         self.layout: str | None = None  # None: masked while training, packed in eval
-        self._engine: Engine | None = None
         self.checks = True  # whether answers are looked at for NaN; on a GPU each look waits for it
         self.backbone.install()
 
@@ -60,21 +57,14 @@ class AdaptiveViT(nn.Module):
 
         dial: (B,) the method's dial for each image, so that images with different budgets share a batch.
 
-        layout: 'masked' or 'packed'. None: masked while training, packed in eval; where no gradient is asked for, the
-        engine's on a GPU and the lean one on a CPU.
+        layout: 'masked' or 'packed'. None: masked while training, packed in eval. What computes faster than these is
+        for weights that stay: `prepare`.
         """
-        layout = layout or self.layout
-        fast = layout is None and not (self.training or torch.is_grad_enabled())
-        if fast and images.is_cuda:
-            return self.engine(images, depths, dial)
         self.check_images(images)
-        layout = layout or ("masked" if self.training else "packed")
+        layout = layout or self.layout or ("masked" if self.training else "packed")
         if layout not in LAYOUTS:
             raise unknown("layout", layout, LAYOUTS)
-        start = LAYOUTS[layout].start
-        if fast and takes(images):
-            start = partial(Lean.begin, apart=self.backbone.apart)
-        out = self.run(images, start, depths, dial)
+        out = self.run(images, LAYOUTS[layout].start, depths, dial)
         self.check_logits(out.logits, images)
         return out
 
@@ -118,14 +108,14 @@ class AdaptiveViT(nn.Module):
         features = tokens.stream()
         return Output(self.backbone.readout(features), trace, features)
 
-    @property
-    def engine(self) -> Engine:
-        """What runs this model on a GPU; made when first asked for."""
-        from .engine.graph import Engine
+    def prepare(self) -> PreparedViT:
+        """A copy for weights that stay, which answers as this machine computes fastest: `fast = model.prepare()`.
 
-        if self._engine is None:
-            self._engine = Engine(self)
-        return self._engine
+        What happens to this model afterwards does not reach it: prepare again after training.
+        """
+        from .prepared import PreparedViT
+
+        return PreparedViT(self)
 
     def loss(self, out: Output, labels: Tensor, teacher: Output | None = None, **weighing: Any) -> dict[str, Tensor]:
         """The task's cross-entropy, the method's terms, and their weighted sum under "total".

@@ -27,7 +27,8 @@ from .dtypes import check_runs, converted, dtype_of
 from .errors import DwindleError
 from .files import draft, shown, write_text
 from .images import preprocess_of
-from .model import AdaptiveViT
+from .model import AdaptiveViT, Output
+from .prepared import quickest
 from .train.data import EXTENSIONS, Images, Parquet, from_file, open_data
 from .train.heap import kept_pages
 
@@ -256,12 +257,13 @@ def _answers(
     pieces = [list(task.rows(k)[i : i + batch]) for k in parts for i in range(0, len(task.rows(k)), batch)]
     loader = DataLoader(_Read(images), batch_sampler=pieces, num_workers=workers, collate_fn=_as_it_is)
     columns: dict[str, list] = {name: [] for name in _schema().names}
+    fast = quickest(model)
     errors: list[dict[str, Any]] = []
     for rows in loader:
         good = [(i, name, x) for i, name, x, _ in rows if x is not None]
         errors += [{"row": i, "image": name, "reason": why} for i, name, _, why in rows if why is not None]
         if good:
-            for name, values in classify(model, torch.stack([x for _, _, x in good]).to(device)).items():
+            for name, values in classify(model, fast, torch.stack([x for _, _, x in good]).to(device)).items():
                 columns[name] += values
             numbers = [i for i, _, _ in good]
             labels = [int(images.labels[i]) for i in numbers]
@@ -275,8 +277,9 @@ def _answers(
 
 
 @torch.inference_mode()
-def classify(model: AdaptiveViT, x: Tensor) -> dict[str, list]:
-    out = model(x.to(dtype_of(model)))
+def classify(model: AdaptiveViT, fast: Callable[..., Output], x: Tensor) -> dict[str, list]:
+    """fast: the model prepared."""
+    out = fast(x.to(dtype_of(model)))
     confidence, best = out.logits.float().softmax(-1).topk(min(TOP, out.logits.shape[-1]))
     return {
         "prediction": best[:, 0].tolist(),

@@ -76,6 +76,10 @@ class Tokens:
         """Attention of the live rows among those of the same image."""
         raise NotImplementedError
 
+    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """A narrow layer of a method's own, on rows or on images."""
+        return layer(x)
+
     def catch_neuron(self, layer: Any, x: Tensor, out: Tensor) -> Tensor:
         """The neuron a method asked for, of a linear layer that made `out` from `x`."""
         index = self.tapped

@@ -1,7 +1,7 @@
 """What the attacks share: a tally of what was tried and what got through, told at the end of the run.
 
-    pytest tests/attacks                    every attack, small: minutes on two cores
-    DWINDLE_SLOW=1 pytest tests/attacks     the same attacks, long
+pytest tests/attacks                    every attack, small: minutes on two cores
+DWINDLE_SLOW=1 pytest tests/attacks     the same attacks, long
 """
 
 from __future__ import annotations

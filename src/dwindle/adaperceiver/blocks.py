@@ -14,21 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..engine.keep import Watch
 from ..ops import half
-from ..ops.linear import Corner, linear_ref
+from ..ops.linear import plain
 
 Turn = tuple[Tensor, Tensor]  # cosines and sines (N, K / 2)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Product = Callable[..., Tensor]  # (layer, x, corner) to what the layer makes of x; see ops/linear.py
 Table = tuple[Tensor, Tensor] | None
-TABLES = 8  # of a read-out, kept for as many numbers of latents
 ANY_BATCH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-
-
-def plain(layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> Tensor:
-    """The layer called as a module, which hooks see; a corner of it by slices."""
-    return layer(x) if corner is None else linear_ref(layer, x, corner)
 
 
 def turns(tokens: int, head_size: int, theta: float, like: Tensor) -> Turn:
@@ -114,35 +107,10 @@ def any_batch(shrinks: bool) -> AbstractContextManager[None]:
     return sdpa_kernel(list(ANY_BATCH)) if shrinks else nullcontext()
 
 
-@cache
-def fastest(
-    shape: tuple[int, ...], ends: tuple[int, ...], device: torch.device, dtype: torch.dtype, backward: bool
-) -> str:
-    """Which way is fastest here for q, k, v of this shape (B, H, N, K), by measurement; on a CPU 'steps'."""
-    if device.type != "cuda" or len(ends) == 1:
-        return "steps"
-    from ..bench import milliseconds
-
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=backward) for _ in range(3))
-
-    def once(attend: Attend) -> None:
-        with torch.inference_mode(False), torch.set_grad_enabled(backward):
-            out = attend(q, k, v)
-            if backward:
-                out.sum().backward()
-
-    calls: dict[str, Callable[[], None]] = {}
-    # FlexAttention is compiled for its shape: worth it in training, where the batch stays the same; and it skips blocks
-    # of 128 x 128, of which fewer latents have none to skip.
-    for kind in ("steps", "mask", *(["flex"] if backward and ends[-1] > 128 else [])):
-        try:
-            call = partial(once, attention(kind, ends, device))
-            call()
-        except Exception:  # FlexAttention needs Triton and head sizes it knows; the others always run
-            continue
-        calls[kind] = call
-    times = milliseconds(list(calls.values()), 0.2, device)
-    return min(zip(calls, times), key=lambda pair: sorted(pair[1])[len(pair[1]) // 2])[0]
+def suited(steps: int, device: torch.device) -> str:
+    """Which way attention is computed: a rule, since another way rounds otherwise. On an H200 the mask was fastest at
+    every size measured, forward and backward."""
+    return "mask" if device.type == "cuda" and steps > 1 else "steps"
 
 
 class SelfAttention(nn.Module):
@@ -283,30 +251,9 @@ class ReadOut(nn.Module):
             self.output_proj = nn.Linear(width, width)  # C.6
         last = nn.Linear(width, classes)
         self.head = last if head == "linear" else nn.Sequential(nn.Linear(width, width), nn.GELU(), last)
-        self._watch: Watch | None = None
-        self._kept: dict[tuple, Table] = {}
 
     def table(self, turn: Turn) -> Table:
         return self.write.table(self.output, turn) if hasattr(self, "output") else None
-
-    def kept_table(self, turn: Turn) -> Table:
-        """`table` on a CPU without gradients: made anew only where weights were exchanged or written to."""
-        if self._watch is None or self._watch.changed():
-            self._kept.clear()
-            if any(w.is_inference() for w in self.parameters()):  # these do not tell when they are written to
-                self._watch = None
-                return self.table(turn)
-            self._watch = Watch(self, self)
-        autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-        key = (turn[0].shape, turn[0].dtype, autocast)
-        made = self._kept.get(key)
-        if made is None:
-            with torch.inference_mode(False), torch.no_grad():
-                made = self.table((turn[0].clone(), turn[1].clone()))
-            if len(self._kept) >= TABLES:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = made
-        return made
 
     def forward(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,14 +60,17 @@ def evaluate(
         only_for("networks that classify", policy=policy, exit=exit, exits=exits)
         return _evaluate_dense(model, checkpoint, data, batch, limit, workers, device, setting)
     looks = numbers("--exits", exits, int) if exits else None
-    ask: Callable[[Tensor], Output] = partial(model, exit=exit, exits=looks, **setting)
+
+    def ask(fast: Any, images: Tensor) -> Output:
+        return fast(images, exit=exit, exits=looks, **setting)
+
     if policy is not None:
         chooser = load_policy(model, policy)
 
-        def ask(images: Tensor) -> Output:
-            patches = model.embed(images, model.product(images))
+        def ask(fast: Any, images: Tensor) -> Output:
+            patches = fast.embed(images)
             chosen = chooser.to(images.device, images.dtype).choose(patches)
-            return model(images, *chosen, setting["width"], exit, looks, patches)
+            return fast(images, *chosen, setting["width"], exit, looks, patches)
 
     images = images_for(model, data, "test", limit)
     images.transform = preprocess_for(model).eval_transform()

@@ -234,11 +234,11 @@ def evaluate(
 ) -> dict[str, Any]:
     """mIoU or RMSE of a trained network on `Scenes` at one setting, and its cost."""
     place = torch.device(device)
-    model.eval().to(place)
+    fast = model.eval().to(place).prepare()
     scenes.size, scenes.preprocess, scenes.transform = model.image, preprocess_for(model), True
     score, macs, number = Score(scenes.task, model.classes), 0.0, dtype_of(model)
     for x, y in loader(scenes, batch, workers=workers):
-        out = model(x.to(place, number), **setting)
+        out = fast(x.to(place, number), **setting)
         score.add(maps(out.logits, model.grid((model.image,) * 2), (y.shape[-2], y.shape[-1])), y.to(place))
         macs += float(model.macs(out.trace).sum())
         progress(len(y))

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.keep import GRAPHS
 from ..trace import Trace
 from ..train.heap import kept_pages
 from .cost import setting_macs
 from .model import AdaPerceiver
+from .prepared import PreparedPerceiver
 from .settings import Looks
 
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -47,15 +49,15 @@ def grid(
 ) -> Grid:
     """amp: bf16 on a GPU, where the network was trained so. widths: only these."""
     place, training = torch.device(device), model.training
-    model.eval().to(place)
+    fast = model.eval().to(place).prepare()
     right, sure = [], []
     with kept_pages(place.type == "cpu"):
         for x, y in batches:
             x, y = x.to(place), y.to(place)
             with torch.autocast(place.type, torch.bfloat16, enabled=amp and place.type == "cuda"):
-                patches = model.embed(x, model.product(x))
+                patches = fast.embed(x)
                 # (W, L, G, B, classes)
-                logits = torch.stack([model.every(x, width, patches=patches) for width in widths or model.widths])
+                logits = torch.stack([fast.every(x, width, patches=patches) for width in widths or model.widths])
             best = logits.float().softmax(-1).max(-1)
             right.append((best.indices == y).cpu())
             sure.append(best.values.cpu())
@@ -110,13 +112,13 @@ def between(
 ) -> list[dict[str, Any]]:
     """Fig. 10: token counts between and beyond the trained ones, at full depth and width. amp: as for `grid`."""
     place = torch.device(device)
-    model.eval().to(place)
+    fast = model.eval().to(place).prepare()
     right, count = dict.fromkeys(tokens, 0), 0
     for x, y in batches:
         x, y, count = x.to(place), y.to(place), count + len(y)
         for t in tokens:
             with torch.autocast(place.type, torch.bfloat16, enabled=amp and place.type == "cuda"):
-                said = model.run(x, tokens=t, linear=model.product(x)).logits  # too many settings to record
+                said = fast(x, tokens=t).logits
             right[t] += int((said.argmax(-1) == y).sum())
     gmacs = {t: round(setting_macs(model, t, model.depth, model.width) / 1e9, 4) for t in tokens}
     return [
@@ -138,10 +140,10 @@ def latencies(
     from ..bench import milliseconds
 
     place = torch.device(device)
-    model = copy.deepcopy(model).eval().to(place, dtype)
-    model.recorder.most = max(model.recorder.most, len(settings))  # they come turn about
+    ready = copy.deepcopy(model).eval().to(place, dtype)
+    fast = PreparedPerceiver(ready, recordings=max(GRAPHS, len(settings)))  # they come turn about
     images = torch.randn(batch, model.channels, model.image, model.image, device=place, dtype=dtype)
-    spent = milliseconds([partial(model, images, t, d, w) for t, d, w in settings], seconds, place)
+    spent = milliseconds([partial(fast, images, t, d, w) for t, d, w in settings], seconds, place)
     return [
         {"tokens": t, "depth": d, "width": w, "gmacs": round(setting_macs(model, t, d, w) / 1e9, 4)}
         | _timed(times, spent[0])
@@ -166,12 +168,12 @@ def exit_latencies(
     from ..bench import milliseconds
 
     place = torch.device(device)
-    model = copy.deepcopy(model).eval().to(place, dtype)
+    fast = copy.deepcopy(model).eval().to(place, dtype).prepare()
     filled = torch.arange(-(-len(images) // batch) * batch) % len(images)
     batches = images[filled].to(place, dtype).split(batch)
 
     def run(exit: float | None, looks: Looks) -> list[Trace]:
-        return [model(part, exit=exit, exits=looks).trace for part in batches]
+        return [fast(part, exit=exit, exits=looks).trace for part in batches]
 
     calls = [partial(run, tau, looks) for tau, looks in [(None, None), *asked]]
     macs = [float(torch.cat([model.macs(trace) for trace in call()]).mean()) for call in calls]

@@ -22,7 +22,7 @@ from .network import Network
 from .settings import Choice, Looks, check, settings, trace_of
 
 if TYPE_CHECKING:
-    from .recorded import Recorder
+    from .prepared import PreparedPerceiver
 
 PRESETS: dict[str, dict[str, Any]] = {
     # C.7, but patches of 16: with the 14 printed there it has 143.7M parameters, with 16 the 143.8M of Table 5.
@@ -69,7 +69,6 @@ class AdaPerceiver(Network):
     """
 
     checks = True  # whether answers are looked at for NaN; on a GPU never, where each look would wait for it
-    _recorder: Recorder | None = None
 
     @classmethod
     def preset(cls, name: str = "paper", **changes: Any) -> AdaPerceiver:
@@ -92,31 +91,21 @@ class AdaPerceiver(Network):
         after these blocks only, for each look at the answer costs something. patches: the images' input tokens, where
         they were asked for already.
 
-        In eval and without gradients it is `run` over weights packed once on a CPU; on a GPU, with one setting for all
-        images, as CUDA graphs.
+        What computes faster is for weights that stay: `prepare`.
         """
-        one = all(given is None or isinstance(given, int) for given in (tokens, depth, width))
-        if one and patches is None and images.is_cuda and not (self.training or torch.is_grad_enabled()):
-            from .recorded import records
-
-            if records(images):
-                (t,), (d,), (w,) = settings(self, tokens, depth, width, 1)
-                if exit is not None or exits is not None:  # a recording knows its images' shape, not their threshold
-                    check(self, images, exit, exits)
-                return self.recorder(images, t, d, w, exit, exits)
-        out = self.run(images, tokens, depth, width, exit, exits, patches, self.product(images))
+        out = self.run(images, tokens, depth, width, exit, exits, patches)
         if self.checks and not (self.training or images.is_cuda or torch.compiler.is_compiling()):
             check_finite(out.logits, images)
         return out
 
-    @property
-    def recorder(self) -> Recorder:
-        """What keeps this network's CUDA graphs; made when first asked for."""
-        from .recorded import Recorder
+    def prepare(self) -> PreparedPerceiver:
+        """A copy for weights that stay, which answers as this machine computes fastest: `fast = model.prepare()`.
 
-        if self._recorder is None:
-            self._recorder = Recorder(self)
-        return self._recorder
+        What happens to this network afterwards does not reach it: prepare again after training.
+        """
+        from .prepared import PreparedPerceiver
+
+        return PreparedPerceiver(self)
 
     def run(
         self,
@@ -270,6 +259,7 @@ class AdaPerceiver(Network):
         width: int | None = None,
         depths: Sequence[int] | None = None,
         patches: Tensor | None = None,
+        linear: Product = plain,
     ) -> Tensor:
         """(L, G, B, classes): the answer at each depth, or at those asked for, and trained granularity; with the mask
         of C.4 out of one run. patches: as for `forward`.
@@ -278,7 +268,6 @@ class AdaPerceiver(Network):
         if not wanted:
             raise DwindleError("depths is empty; name at least one, or leave it out for all.")
         _, _, (w, *_) = settings(self, None, wanted, width, len(wanted))
-        linear = self.product(images)
         patches = self._patches(images, patches, linear)
         runs = [self.tokens] if self.mask == "blocks" else [(t,) for t in self.tokens]
         return torch.cat([self._nested(patches, nested, w, wanted, linear) for nested in runs], 1)

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import DwindleError, unknown
-from ..lean import takes
-from ..ops.linear import linear as packed
+from ..ops.linear import Packs, plain
 from ..ops.patches import embed_patches
 from ..tokens import wide
 from .blocks import (
@@ -29,9 +28,8 @@ from .blocks import (
     attend_mask,
     attention,
     drawn_mask,
-    fastest,
-    plain,
     steps,
+    suited,
     turns,
 )
 
@@ -94,7 +92,7 @@ class Network(nn.Module):
         self.width, self.depth, self.heads, self.ffn_ratio = width, depth, heads, ffn_ratio
         self.tokens, self.widths, self.rope_theta, self.outputs = tokens, widths, rope_theta, outputs
         self._drawn: partial | None = None
-        self.attention: str | None = None  # 'steps', 'mask' or 'flex'; None: the fastest on this machine
+        self.attention: str | None = None  # 'steps', 'mask' or 'flex'; None: what suits the device
         self.extra: dict[str, Any] = {}
 
         self.patch_embed = nn.Conv2d(channels, width, patch, patch)
@@ -145,11 +143,6 @@ class Network(nn.Module):
     def grid(self, image: tuple[int, int]) -> tuple[int, int]:
         return image[0] // self.patch, image[1] // self.patch
 
-    def product(self, like: Tensor) -> Product:
-        """How linear layers run on tensors like this one: on a CPU, in eval and without gradients, over weights packed
-        once."""
-        return packed if takes(like) and not (self.training or torch.is_grad_enabled()) else plain
-
     def embed(self, images: Tensor, linear: Product = plain) -> Tensor:
         """(B, P, D) input tokens (C.5). Another image size resamples the positions."""
         x = embed_patches(images, self.patch_embed.weight, self.patch_embed.bias)
@@ -169,11 +162,7 @@ class Network(nn.Module):
     def _prepare(self, tokens: int, patches: Tensor, ends: tuple[int, ...] | None = None) -> tuple[Turn, Attend]:
         """RoPE's angles and the attention for this many latents."""
         ends = ends or self.ends(tokens)
-        size = self.width // self.heads
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else patches.dtype
-        # Groups of any size come by; measured is the next power of two.
-        shape = (1 << (len(patches) - 1).bit_length(), self.heads, tokens, size)
-        kind = self.attention or fastest(shape, ends, patches.device, dtype, torch.is_grad_enabled())
+        kind = self.attention or suited(len(ends), patches.device)
         return self._angles(tokens, patches), attention(kind, ends, patches.device)
 
     def _angles(self, tokens: int, patches: Tensor) -> Turn:
@@ -193,14 +182,14 @@ class Network(nn.Module):
     def _answering(self, turn: Turn, linear: Product = plain) -> Callable[..., tuple[Tensor, Tensor]]:
         """`answers(depth, z, patches, keep)`: what the depth's `ReadOut` gives, its table made once for all calls."""
         tables: dict[ReadOut, Any] = {}
-        # On a GPU a recording may be under way, which shall make its own: it then sees what is written into weights.
-        keeps = self.outputs == "class" and turn[0].device.type == "cpu"
-        keeps = keeps and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
+        kept = linear if isinstance(linear, Packs) and self.outputs == "class" else None
 
         def answers(depth: int, z: Tensor, patches: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
             readout = self.readout(depth)
             if readout not in tables:
-                tables[readout] = readout.kept_table(turn) if keeps else readout.table(turn)
+                key = (turn[0].shape, turn[0].dtype)
+                make = partial(readout.table, turn)
+                tables[readout] = make() if kept is None else kept.once(readout, key, make)
             return readout(z, patches, turn, tables[readout], keep, linear)
 
         return answers

@@ -223,7 +223,7 @@ def train_policies(
     bonus that keeps the choice open while the baseline settles; not in the paper.
     """
     place = torch.device(device)
-    model.eval().to(place)
+    fast = model.eval().to(place).prepare()
     learners = [_Learner(model, choices, price, place, lr, decay, entropy, seed) for price, choices in wanted]
     depths = sorted({depth for _, choices in wanted for _, depth in choices})
     for batches in epochs:
@@ -231,8 +231,8 @@ def train_policies(
             for x, y in batches:
                 x, y = x.to(place), y.to(place)
                 with torch.no_grad(), torch.autocast(place.type, torch.bfloat16, enabled=place.type == "cuda"):
-                    patches = model.embed(x, model.product(x))
-                    said = model.every(x, depths=depths, patches=patches)  # (L, G, B, classes)
+                    patches = fast.embed(x)
+                    said = fast.every(x, depths=depths, patches=patches)  # (L, G, B, classes)
                 answers = said.flatten(0, 2).float()
                 loss = F.cross_entropy(answers, y.repeat(len(answers) // len(y)), reduction="none").view(said.shape[:3])
                 for learner in learners:

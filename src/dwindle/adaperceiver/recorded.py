@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..engine import recording
-from ..engine.keep import GRAPHS, Keeper, Watch, refusals
+from ..engine.keep import GRAPHS, Keeper, refusals
 from ..model import Output
 from .leaving import Leaving
 from .settings import Looks, Setting
@@ -28,22 +28,21 @@ Path = Callable[[Tensor, Any], Output]  # images, and the confidence at which th
 
 def records(images: Tensor) -> bool:
     """Whether a forward pass on these images can be recorded at all; a caller's own capture wants to see every call."""
-    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+    if not images.is_cuda or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return False
-    return images.is_cuda and images.device.index == torch.cuda.current_device()
+    return images.device.index == torch.cuda.current_device()
 
 
 class Recorder(Keeper["AdaPerceiver"]):
-    """Recordings by shape, dtype and setting. What is asked for the first time runs eager, and is recorded when it is
-    asked for again before `most` others: settings that change with every call, or the last, smaller batch of a data
-    set, are not recorded in vain.
+    """Recordings by shape, dtype and setting, of a network whose weights nobody writes to any more. A setting asked for
+    the first time runs eager, and is recorded when it is asked for again before `most` others: settings that change
+    with every call, or the last, smaller batch of a data set, are not recorded in vain. Early exit is recorded at once.
     """
 
     def __init__(self, model: AdaPerceiver) -> None:
         super().__init__(model)
         self.most = GRAPHS
         self._paths: OrderedDict[tuple, Path | None] = OrderedDict()  # None: came once
-        self._watch: Watch | None = None
 
     def __call__(
         self,
@@ -61,13 +60,9 @@ class Recorder(Keeper["AdaPerceiver"]):
         key = (images.shape, images.dtype, images.device, setting, *how)
         path = self._paths.get(key)
         out = None if path is None or exit is not None else path(images, exit)
-        # While the GPU is at work: were weights moved or exchanged since? What is written into them, a graph reads.
-        # Asked before an exit's blocks, of which graphs may be made on the way.
-        if self._watch is not None and self._watch.changed():
-            self._paths.clear()
-            self._watch = path = out = None
         if out is None:
-            if path is None and key in self._paths:
+            # Who leaves at a look is a decision, which another order of sums may change: it is recorded at once.
+            if path is None and (exit is not None or key in self._paths):
                 path = self._record(images, setting, exit is not None, looks)
             out = (path or self._eager(setting, looks))(images, exit)
         self._paths[key] = path
@@ -80,9 +75,10 @@ class Recorder(Keeper["AdaPerceiver"]):
         return lambda images, exit: self.model.run(images, *setting, exit, looks)
 
     def _record(self, images: Tensor, setting: Setting, leaving: bool, looks: Looks) -> Path:
-        self._watch = self._watch or Watch(self.model)
         try:
             return Leaving(self, images, setting, looks) if leaving else Recorded(self, images, setting)
+        except torch.OutOfMemoryError:
+            raise
         except refusals() as error:
             reason, at = str(error).splitlines()[0], (tuple(images.shape), *setting)
             log.warning("AdaPerceiver cannot be recorded (%s); %s runs eager", reason, at)

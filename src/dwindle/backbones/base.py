@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DwindleError
+from ..int8 import Int8Linear
 from ..tokens import Packed, Tokens
 
 
@@ -73,9 +73,11 @@ class Parts:
 
 
 def activation_name(module: Any) -> str | None:
-    """As the kernels call it, of a module or a class of one; None if it is none of theirs."""
-    if isinstance(module, nn.GELU):
+    """As the kernels call it; None if it is none of theirs, or a user's class."""
+    if type(module) is nn.GELU:
         return "gelu" if module.approximate == "none" else "gelu_tanh"
+    if not _of_a_library(type(module)):
+        return None
     named = {
         "GELUActivation": "gelu",
         "GELU": "gelu",
@@ -88,6 +90,36 @@ def activation_name(module: Any) -> str | None:
         "ReLU": "relu",
     }
     return named.get(type(module).__name__)
+
+
+LINEAR = (nn.Linear, Int8Linear)  # the kinds a runtime knows
+LIBRARIES = ("torch", "timm", "transformers", "dwindle")
+
+
+def _of_a_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in LIBRARIES
+
+
+def replaced(module: nn.Module) -> bool:
+    """Whether the module has a forward of its own, which is not the one that `install` gives it."""
+    own = vars(module).get("forward")
+    return own is not None and getattr(own, "__func__", None) is not _attention_forward
+
+
+def as_written(block: nn.Module) -> bool:
+    """Whether nothing was added to a block since its class was written: no hook but ours, no forward of its own, no
+    class of a user's, no weight that computes something, and no dropout at work.
+    """
+    for module in block.modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(hook not in OURS for hook in hooks) or replaced(module) or not _of_a_library(type(module)):
+            return False
+        weights = [weight for weight in module._parameters.values() if weight is not None]
+        if any(type(weight) is not nn.Parameter for weight in weights):
+            return False
+        if type(module) is nn.Dropout and module.training and module.p:
+            return False
+    return True
 
 
 class Backbone:
@@ -105,7 +137,6 @@ class Backbone:
     def __init__(self, vit: nn.Module) -> None:
         self.vit = vit
         self._shape: tuple[tuple, Shape] | None = None
-        self._apart: tuple[list[dict], tuple, dict[nn.Module, Parts | None]] | None = None
 
     # What a family provides.
     @classmethod
@@ -174,15 +205,6 @@ class Backbone:
         raise NotImplementedError
 
     # What all families share.
-    @property
-    def apart(self) -> dict[nn.Module, Parts | None]:
-        """All blocks taken apart; anew when a module or a weight in them was exchanged."""
-        if self._apart is None or _members(self._apart[0]) != self._apart[1]:
-            modules = [module for block in self.blocks for module in block.modules()]
-            held = [parts for m in modules for parts in (m._modules, m._parameters) if parts]
-            self._apart = (held, _members(held), {block: self.parts(block) for block in self.blocks})
-        return self._apart[2]
-
     def install(self) -> None:
         """Make the wrapped model's blocks listen for tokens. Without a run in progress they behave as before."""
         if any("forward" in self.attention(block).__dict__ for block in self.blocks):
@@ -197,11 +219,10 @@ class Backbone:
 
     def remove(self) -> None:
         """Undo `install`."""
-        ours = (_tap, _drop_per_image)
         for block in self.blocks:
             self.attention(block).__dict__.pop("forward", None)
             for module in block.modules():
-                for key in [k for k, hook in module._forward_hooks.items() if hook in ours]:
+                for key in [k for k, hook in module._forward_hooks.items() if hook in OURS]:
                     del module._forward_hooks[key]
 
     def run(self, block: nn.Module, tokens: Tokens) -> Tokens:
@@ -240,10 +261,6 @@ class Backbone:
             )
         after.tap = run.tap
         return after
-
-
-def _members(held: list[dict]) -> tuple[int, ...]:
-    return tuple(map(id, chain.from_iterable(map(dict.values, held))))
 
 
 @cache
@@ -332,6 +349,9 @@ def _drop_per_image(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Te
     kept = 1.0 - module.drop_prob
     drawn = torch.empty(run.tokens.shape[0], device=output.device).bernoulli_(kept)
     return args[0] * (run.tokens.per_image(drawn / kept)[None, :, None]).to(output.dtype)
+
+
+OURS = (_tap, _drop_per_image)  # hooks of `install`
 
 
 def linear_macs(module: nn.Module) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DwindleError, unknown
-from .base import Backbone, Parts, Shape, activation_name, linear_macs
+from .base import LINEAR, Backbone, Parts, Shape, activation_name, as_written, linear_macs
 
 # class name -> attribute of the tower below the classifier
 _TOWERS = {
@@ -137,8 +137,8 @@ class HuggingFaceViT(Backbone):
             linears.append(getattr(getattr(attention, "output", None), "dense", None))
         linears += [getattr(mlp, "fc1", None), getattr(mlp, "fc2", None)]
         act = activation_name(getattr(mlp, "activation_fn", None) or getattr(mlp, "activation", None))
-        known = all(isinstance(layer, nn.Linear) for layer in linears) and act is not None
-        if not known or not isinstance(before, nn.LayerNorm) or not isinstance(after, nn.LayerNorm):
+        known = all(type(layer) in LINEAR for layer in linears) and act is not None and as_written(block)
+        if not known or type(before) is not nn.LayerNorm or type(after) is not nn.LayerNorm:
             return None
         q, k, v, proj, rise, fall = linears
         scales = [getattr(getattr(block, f"layer_scale{i}", None), "lambda1", None) for i in (1, 2)]

@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import Attention, DropPath, Mlp, PatchEmbed, get_act_layer
+from timm.layers import Attention, DropPath, LayerNorm, LayerScale, Mlp, PatchEmbed, get_act_layer
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from ..errors import DwindleError, unknown
-from .base import Backbone, Parts, Shape, activation_name, linear_macs
+from .base import LINEAR, Backbone, Parts, Shape, activation_name, as_written, linear_macs
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
 
@@ -107,24 +107,28 @@ class TimmViT(Backbone):
         )
 
     def parts(self, block: Any) -> Parts | None:
-        attention, mlp = block.attn, block.mlp
+        if (type(block), type(block.attn), type(block.mlp)) != (Block, Attention, Mlp):
+            return None
+        attention: Any = block.attn
+        mlp: Any = block.mlp
         idle = [getattr(attention, "norm", None), getattr(attention, "gate", None), getattr(mlp, "norm", None)]
-        act = activation_name(getattr(mlp, "act", None))
-        norms = [attention.q_norm, attention.k_norm]
+        act = activation_name(mlp.act)
         plain = (
-            type(block) is Block
-            and type(attention) is Attention
-            and type(mlp) is Mlp
-            and all(part is None or isinstance(part, nn.Identity) for part in idle)
-            and all(isinstance(norm, (nn.LayerNorm, nn.Identity)) for norm in norms)
-            and all(isinstance(norm, nn.LayerNorm) for norm in (block.norm1, block.norm2))
-            and isinstance(mlp.fc1, nn.Linear)
+            as_written(block)
+            and all(part is None or type(part) is nn.Identity for part in idle)
+            and all(_is_norm(norm) or type(norm) is nn.Identity for norm in (attention.q_norm, attention.k_norm))
+            and all(_is_norm(norm) for norm in (block.norm1, block.norm2))
+            and all(type(scale) in (nn.Identity, LayerScale) for scale in (block.ls1, block.ls2))
+            and all(type(drop) in (nn.Identity, nn.Dropout) for drop in (attention.proj_drop, mlp.drop1, mlp.drop2))
+            and all(type(drop) in (nn.Identity, DropPath) for drop in (block.drop_path1, block.drop_path2))
+            and all(type(layer) in LINEAR for layer in (attention.qkv, attention.proj, mlp.fc1, mlp.fc2))
             and act is not None
         )
         if not plain:
             return None
+        norms = [attention.q_norm, attention.k_norm]
         assert act is not None
-        q_norm, k_norm = (norm if isinstance(norm, nn.LayerNorm) else None for norm in norms)
+        q_norm, k_norm = (norm if _is_norm(norm) else None for norm in norms)
         scale1, scale2 = (getattr(getattr(block, name, None), "gamma", None) for name in ("ls1", "ls2"))
         return Parts(
             norm1=block.norm1,
@@ -204,6 +208,11 @@ class TimmViT(Backbone):
             return timm.create_model(described["model"], pretrained=False, **options)
         eps = options.pop("norm_eps")
         return VisionTransformer(**options, norm_layer=partial(nn.LayerNorm, eps=eps))
+
+
+def _is_norm(norm: nn.Module) -> bool:
+    """A LayerNorm and nothing more; timm's own may round where autocast tells it to."""
+    return type(norm) is nn.LayerNorm or (type(norm) is LayerNorm and not norm._fast_norm)
 
 
 def _pool_macs(pool: Any) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The engine: the whole forward pass, halting decisions included, as one CUDA graph per size of batch.
 
 The loop, the method and the read-out are the model's own; only the layout is `Live`. What cannot be recorded (a method
-that asks the host) or does not pay (measured once for each size) runs as the eager packed path, the definition.
+that asks the host) runs as the eager packed path, the definition.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from ..model import Output
 from ..ops.rows import ACTIVATIONS, available
 from ..tokens import Packed
 from .block import Ready
-from .keep import GRAPHS, Keeper, Watch, refusals
+from .keep import GRAPHS, Keeper, refusals
 from .recording import Recording
 
 if TYPE_CHECKING:
@@ -30,24 +29,24 @@ log = logging.getLogger("dwindle")
 
 
 class Engine(Keeper["AdaptiveViT"]):
+    """Of a model whose weights nobody writes to any more; only the method's settings may be turned."""
+
     def __init__(self, model: AdaptiveViT) -> None:
         super().__init__(model)
-        self._paths: OrderedDict[tuple, Path] = OrderedDict()  # by size and setting
-        self._latest: dict[tuple, Path] = {}  # of each size, and the setting it is for
-        self._set: dict[tuple, tuple] = {}
-        self._ready: dict[nn.Module, Ready] = {}
-        self._watch: Watch | None = None
-        self.chosen: dict[tuple, str] = {}  # what was measured, for those who ask
+        self._paths: OrderedDict[tuple, tuple[tuple, Path]] = OrderedDict()  # by size; with the setting it is for
+        self._ready = prepared(model)
 
     def __call__(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> Output:
-        size = self._size(images, depths, dial)
-        path = self._latest.get(size)
-        out = None if path is None else path(images, depths, dial)
-        # While the GPU is at work: were settings changed, weights written to, moved or exchanged since?
-        if out is None or self._changed() or self._setting() != self._set[size]:
+        size, setting = self._size(images, depths, dial), self._setting()
+        known = self._paths.get(size)
+        if known is None or known[0] != setting:
             self.model.check_images(images)
-            path = self._renewed(size, images, depths, dial)
-            out = path(images, depths, dial)
+            known = self._paths[size] = setting, self._made(images, depths, dial)
+            if len(self._paths) > GRAPHS:
+                self._paths.popitem(last=False)
+        self._paths.move_to_end(size)
+        path = known[1]
+        out = path(images, depths, dial)
         if isinstance(path, Recording) and self.model.checks and not path.finite():
             self.model.check_logits(out.logits, images)
         return out
@@ -55,59 +54,29 @@ class Engine(Keeper["AdaptiveViT"]):
     @staticmethod
     def _size(images: Tensor, depths: Tensor | None, dial: Tensor | None) -> tuple:
         cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        return images.shape, images.dtype, cast, _for_each(depths, images), _for_each(dial, images)
+        shape = (room(len(images)), *images.shape[1:])
+        return shape, images.dtype, cast, _for_each(depths, images), _for_each(dial, images)
 
     def inputs(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> list[Tensor | None]:
         """Where the graph for batches like this one reads them, filled with it. A batch that is written there (from the
         host at once, say) and given as these very tensors is not copied again; a call that gives others of this size
         copies them there. Where there is no graph: the tensors given."""
         self(images, depths, dial)
-        path = self._latest[self._size(images, depths, dial)]
-        if isinstance(path, Recording) and len(images) == path.most:
-            return list(path.inputs)
-        return [images, depths, dial]
+        _, path = self._paths[self._size(images, depths, dial)]
+        places = path.inputs if isinstance(path, Recording) else [images, depths, dial]
+        return [None if place is None else place[: len(images)] for place in places]
 
-    def _renewed(self, size: tuple, *given: Any) -> Path:
-        if self._changed():
-            self._paths.clear()
-            self._latest.clear()
-            self._watch, self._ready = Watch(self.model, folded=self.model.vit), prepared(self.model)
-        setting = self._setting()
-        home, path = self._room(size, setting)
-        self._paths[home] = self._latest[size] = path or self._best(*given)
-        self._paths.move_to_end(home)
-        self._set[size] = setting
-        if len(self._paths) > GRAPHS:
-            _, dropped = self._paths.popitem(last=False)
-            self._latest = {size: path for size, path in self._latest.items() if path is not dropped}
-        return self._latest[size]
-
-    def _room(self, size: tuple, setting: tuple) -> tuple[tuple, Path | None]:
-        """Where a batch of this size runs. With as many recordings as are kept, one for up to four times as many images
-        will do: those who are not there are not computed."""
-        home = (size, setting)
-        if home in self._paths or len(self._paths) < GRAPHS or False in size:
-            return home, self._paths.get(home)
-        (count, *rest), *kind = size[0], *size[1:]
-        larger = [
-            (shape[0], key)
-            for key, path in self._paths.items()
-            if (shape := key[0][0])[1:] == tuple(rest) and [*key[0][1:]] == kind and key[1] == setting
-            if isinstance(path, Recording) and count <= shape[0] <= 4 * count
-        ]
-        home = min(larger)[1] if larger else home
-        return home, self._paths.get(home)
+    def path(self, images: Tensor) -> str:
+        """What runs a batch like this one."""
+        self(images)
+        return "graph" if isinstance(self._paths[self._size(images, None, None)][1], Recording) else "packed"
 
     def _setting(self) -> tuple:
         """The method's plain settings, constants of a recording; its tensors are read where they lie."""
         return tuple([v for v in vars(self.model.method).values() if isinstance(v, (bool, int, float, str, tuple))])
 
-    def _changed(self) -> bool:
-        return self._watch is None or self._watch.changed()
-
-    def _best(self, images: Tensor, depths: Tensor | None, dial: Tensor | None) -> Path:
-        """The faster of the recording and the eager packed path, on these images."""
-        from ..bench import milliseconds
+    def _made(self, images: Tensor, depths: Tensor | None, dial: Tensor | None) -> Path:
+        """A recording wherever one can be made: which it is depends on the machine, the method and the size alone."""
 
         def eager(images: Tensor, depths: Tensor | None, dial: Tensor | None) -> Output:
             return self.model.run(images, Packed.start, depths, dial)
@@ -116,18 +85,30 @@ class Engine(Keeper["AdaptiveViT"]):
         if not available(images):
             log.info("engine: no Triton here; %s runs eager, packed", size)
             return eager
+        if False in self._size(images, depths, dial):  # not as many as there are images: the loop says so
+            return eager
         try:
-            recorded = Recording(self.model, self._ready, images, depths, dial, self.pool, self.turn)
+            most = room(len(images))
+            given = [None if x is None else _filled(x, most) for x in (depths, dial)]
+            return Recording(self.model, self._ready, _filled(images, most), given[0], given[1], self.pool, self.turn)
+        except torch.OutOfMemoryError:
+            raise
         except refusals() as error:
             method, reason = type(self.model.method).__name__, str(error).splitlines()[0]
             log.warning("engine: %s cannot be recorded (%s); %s runs eager, packed", method, reason, size)
             return eager
-        paths: dict[str, Path] = {"graph": recorded, "eager": eager}
-        calls = [partial(path, images, depths, dial) for path in paths.values()]
-        spent = {name: min(rounds) for name, rounds in zip(paths, milliseconds(calls, 0.0, images.device))}
-        name = self.chosen[size] = min(spent, key=lambda name: spent[name])
-        log.info("engine: %s runs as %s (graph %.3f ms, eager %.3f ms)", size, name, spent["graph"], spent["eager"])
-        return paths[name]
+
+
+def room(images: int) -> int:
+    """How many images a recording for so many is made for: a power of two, or one and a half. Those that are not there
+    are not computed."""
+    least = 1 << max(images - 1, 0).bit_length()
+    return least * 3 // 4 if least >= 4 and images <= least * 3 // 4 else least
+
+
+def _filled(x: Tensor, count: int) -> Tensor:
+    """With its first row again, until there are so many."""
+    return x if len(x) == count else torch.cat([x, x[:1].expand(count - len(x), *x.shape[1:])])
 
 
 def _for_each(given: Tensor | None, images: Tensor) -> bool | None:

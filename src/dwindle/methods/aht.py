@@ -15,7 +15,6 @@ from .. import ranks
 from ..backbones.base import Shape
 from ..cost import budget_share
 from ..errors import unknown
-from ..ops.linear import narrow
 from ..ops.planner import Halt, Plan, halt, image_mean
 from ..ops.planner import plan as plan_rows
 from ..tokens import Tokens
@@ -72,10 +71,10 @@ class Planner(nn.Module):
         self.register_buffer("deviation", torch.ones(()))
 
     def forward(self, tokens: Tokens, x: Tensor) -> Tensor:
-        context = tokens.per_image(narrow(self.context, tokens.image_mean(x)))
-        hidden = narrow(self.token, x)
+        context = tokens.per_image(tokens.linear(self.context, tokens.image_mean(x)))
+        hidden = tokens.linear(self.token, x)
         hidden = torch.relu(hidden + context) if torch.is_grad_enabled() else hidden.add_(context).relu_()
-        return wide(narrow(self.out, hidden)[..., 0])
+        return wide(tokens.linear(self.out, hidden)[..., 0])
 
     def standing(self, tokens: Tokens, x: Tensor) -> Tensor:
         """Where a token stands among all tokens of all images, with mean 0 and deviation 1: the least stop first.

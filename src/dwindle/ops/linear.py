@@ -6,10 +6,10 @@ models have few rows. The results are the same to the last bits of a sum.
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass
-from functools import cache, partial
-from weakref import WeakKeyDictionary
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ ROWS = 128
 # Multiply-accumulates of a product from which on packing pays: each call of a packed one takes some 20 us more, for
 # which two cores of an AMD EPYC do 2M. From 5M to 10M it is even.
 WORTH = 8_000_000
-_measuring = threading.Lock()
+KEPT = 8  # of what is made for each number of tokens, for as many numbers
 
 
 class MKL:
@@ -59,52 +59,49 @@ class OneDNN:
 
 Library = type[MKL] | type[OneDNN]
 Corner = tuple[int, int]  # the first outputs and the first inputs of a layer
+FAVOURITES: dict[str, Library] = {"AuthenticAMD": OneDNN, "GenuineIntel": MKL}
 
 
-@dataclass(frozen=True)
-class Pack:
-    mark: tuple[int, int]  # what the layer's weight was
-    whole: Tensor  # the weight itself, so that no other can come to lie there
-    weight: Tensor | None  # it, or a corner of it, where the library asks for it
+class Packed(NamedTuple):
+    """A layer's weight, or a corner of it, as a library wants it."""
+
     library: Library
+    weight: Tensor | None  # as it was, where the library asks for it
     packed: Tensor
 
 
-_packed: WeakKeyDictionary[nn.Module, dict[Corner | None, Pack]] = WeakKeyDictionary()
-
-
 def library(dtype: torch.dtype = torch.float32) -> Library | None:
-    """What runs packed layers in this process; None: nothing here is worth it. In bf16 it is oneDNN, as it is unpacked:
-    packed, it meets few numbers of rows.
+    """What runs packed layers in this process; None: nothing here is worth it. By the CPU's maker: on AMD's oneDNN is
+    far ahead, on Intel's MKL is. In bf16 it is oneDNN, as it is unpacked: packed, it meets few numbers of rows.
     """
     if dtype == torch.bfloat16:
         return OneDNN if torch.cpu._is_avx512_bf16_supported() and OneDNN.here() else None
-    with _measuring:
-        return _fastest()
+    found: Any = FAVOURITES.get(maker())
+    return found if found is not None and _works(found) else None
 
 
 @cache
-def _fastest() -> Library | None:
-    """Measured once on a layer of DeiT-S. On an AMD CPU oneDNN is far ahead; elsewhere it may lose to no packing."""
-    from ..bench import milliseconds
+def maker() -> str:
+    """Of this CPU, as Linux tells it; elsewhere nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
 
+
+@cache
+def _works(kind: Library) -> bool:
+    """Whether this build of torch has the thing, and not only the name."""
     with torch.inference_mode():
         drawn = torch.Generator("cpu").manual_seed(0)
-        x = torch.randn(ROWS, 384, generator=drawn, dtype=torch.float32, device="cpu")
-        weight = torch.randn(1536, 384, generator=drawn, dtype=torch.float32, device="cpu")
-        plain = partial(F.linear, x, weight)
-        calls: dict[Library | None, partial[Tensor]] = {None: plain}
-        for found in (OneDNN, MKL):
-            try:
-                if found.here():
-                    call = partial(found.product, x, found.pack(weight), weight, None)
-                    if torch.allclose(call(), plain(), atol=1e-3):
-                        calls[found] = call
-            except RuntimeError:
-                continue  # a build that has the name and not the thing
-        best = {one: min(times) for one, times in zip(calls, milliseconds(list(calls.values()), 0.0, x.device))}
-    best[None] *= 1.2  # with fewer rows than these packing is worth more
-    return min(best, key=lambda one: best[one])
+        x, weight = (torch.randn(n, 64, generator=drawn, dtype=torch.float32, device="cpu") for n in (ROWS, 96))
+        try:
+            return kind.here() and torch.allclose(
+                kind.product(x, kind.pack(weight), weight, None), x @ weight.T, atol=1e-3
+            )
+        except RuntimeError:
+            return False
 
 
 def available() -> bool:
@@ -117,20 +114,6 @@ def room(rows: int, dtype: torch.dtype = torch.float32) -> int:
         return rows
     step = max(8, 1 << (rows.bit_length() - 6)) if rows >= 64 else 8
     return -(-rows // step) * step
-
-
-def packs(layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> bool:
-    """Whether a product with as many rows as x is worth it; of plain layers in float32 or bf16, what is derived from
-    them runs its own.
-    """
-    if type(layer) is not nn.Linear or x.dtype not in (torch.float32, torch.bfloat16) or x.dtype != layer.weight.dtype:
-        return False
-    if layer.weight.is_inference() or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False  # the first do not tell when they are written to; the others want to see plain calls
-    if x.dtype == torch.bfloat16:
-        return x.device.type == "cpu" and library(x.dtype) is not None
-    outputs, inputs = corner or (layer.out_features, layer.in_features)
-    return x.numel() // x.shape[-1] * outputs * inputs >= WORTH and available()
 
 
 def roomy(x: Tensor) -> Tensor:
@@ -152,33 +135,55 @@ def linear_ref(layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> Ten
     return F.linear(x, layer.weight[:outputs, :inputs], None if layer.bias is None else layer.bias[:outputs])
 
 
-def linear(layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> Tensor:
-    """The layer without its hooks."""
-    if not packs(layer, x, corner):
-        return layer.forward(x) if corner is None else linear_ref(layer, x, corner)
-    known = _pack(layer, corner)
-    bias = layer.bias if corner is None or layer.bias is None else layer.bias[: corner[0]]
-    rows = x.reshape(-1, x.shape[-1])
-    out = known.library.product(roomy(rows), known.packed, known.weight, bias)[: len(rows)]
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
+def plain(layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> Tensor:
+    """The layer called as a module, which hooks see; a corner of it by slices."""
+    return layer(x) if corner is None else linear_ref(layer, x, corner)
 
 
-def narrow(layer: nn.Linear, x: Tensor) -> Tensor:
-    """A layer too narrow to be packed for its speed; in bf16 it is, as it would meet any number of rows."""
-    halves = x.dtype == torch.bfloat16 and not torch.is_grad_enabled()
-    return linear(layer, x) if halves else layer(x)
+class Packs:
+    """Linear layers whose weights are never written to again, each packed when first asked for: `packs(layer, x)`."""
 
+    def __init__(self) -> None:
+        self._made: dict[tuple[nn.Linear, Corner | None], Packed] = {}
+        self._once: dict[Any, dict[Any, Any]] = {}
 
-def _pack(layer: nn.Linear, corner: Corner | None) -> Pack:
-    """The layer's weight, or a corner of it, packed: anew where it was written to, moved or exchanged."""
-    weight = layer.weight
-    mark = (weight.data_ptr(), weight._version)
-    packs = _packed.get(layer, {})
-    known = packs.get(corner)
-    if known is None or known.mark != mark:
-        used, whole = library(weight.dtype), weight.detach()
+    def __call__(self, layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> Tensor:
+        if not self.takes(layer, x, corner):
+            return plain(layer, x, corner)
+        made = self._made.get((layer, corner)) or self._pack(layer, corner)
+        bias = layer.bias if corner is None or layer.bias is None else layer.bias[: corner[0]]
+        rows = x.reshape(-1, x.shape[-1])
+        out = made.library.product(roomy(rows), made.packed, made.weight, bias)[: len(rows)]
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    def takes(layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> bool:
+        """Whether a product with as many rows as x is worth packing; of layers that nobody watches, in float32 or
+        bf16. What is derived from them runs its own.
+        """
+        if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
+            return False
+        if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16) or x.dtype != layer.weight.dtype:
+            return False
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return False  # they want to see plain calls
+        if x.dtype == torch.bfloat16:
+            return library(x.dtype) is not None
+        outputs, inputs = corner or (layer.out_features, layer.in_features)
+        return x.numel() // x.shape[-1] * outputs * inputs >= WORTH and available()
+
+    def _pack(self, layer: nn.Linear, corner: Corner | None) -> Packed:
+        used, whole = library(layer.weight.dtype), layer.weight.detach()
         assert used is not None
         part = whole if corner is None else whole[: corner[0], : corner[1]].contiguous()
-        known = Pack(mark, whole, part if used.asks_weight else None, used, used.pack(part))
-        _packed[layer] = {at: pack for at, pack in packs.items() if pack.mark == mark} | {corner: known}
-    return known
+        made = self._made[layer, corner] = Packed(used, part if used.asks_weight else None, used.pack(part))
+        return made
+
+    def once(self, owner: Any, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made for this key of this owner only once; kept for the latest few keys."""
+        made = self._once.setdefault(owner, {})
+        if key not in made:
+            if len(made) >= KEPT:
+                made.pop(next(iter(made)))
+            made[key] = make()
+        return made[key]

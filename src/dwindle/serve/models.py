@@ -19,6 +19,7 @@ from ..export import check_images
 from ..images import preprocess_of
 from ..methods import Method
 from ..model import AdaptiveViT, Output, adapt
+from ..prepared import PreparedViT
 from ..train.evaluate import turn
 from .limits import Refused
 
@@ -30,6 +31,7 @@ class Served:
     def __init__(self, name: str, model: AdaptiveViT, points: int = POINTS) -> None:
         """The model stays where it is, on a CPU or a GPU."""
         self.name, self.model = name, model.eval()
+        self.fast = model.prepare()
         self.turning = threading.Lock()
         self.device, self.dtype = next(model.parameters()).device, dtype_of(model)
         self.preprocess = preprocess_of(model)
@@ -38,8 +40,8 @@ class Served:
         self.photos = check_images(model).to(self.device, self.dtype)
         self.trained = _dial_value(model)
         with torch.inference_mode():
-            self.table = _table(model, torch.cat([self.photos, self.photos.flip(-1)]), points)
-            self.own_share = float(model.cost(model(self.photos).trace))
+            self.table = _table(model, self.fast, torch.cat([self.photos, self.photos.flip(-1)]), points)
+            self.own_share = float(model.cost(self.fast(self.photos).trace))
 
     @property
     def least(self) -> float | None:
@@ -71,13 +73,13 @@ class Served:
         """pixels: (B, height, width, 3), as `prepare` gives them."""
         images = self._images(pixels)
         if self.model.method.dial_per_image and self.trained is not None:
-            return self.model(images, dial=torch.tensor(dials, dtype=torch.float32))
+            return self.fast(images, dial=torch.tensor(dials, dtype=torch.float32))
         if self.trained is None:
-            return self.model(images)
+            return self.fast(images)
         assert dials[0] is not None
         with self.turning:  # the model has one setting at a time
-            turn(self.model, dials[0])
-            return self.model(images)
+            turn(self.fast, dials[0])
+            return self.fast(images)
 
     def _images(self, pixels: Tensor) -> Tensor:
         return self.preprocess.normalised(pixels.to(self.device)).to(self.dtype)
@@ -175,7 +177,7 @@ def _dial_value(model: AdaptiveViT) -> float | None:
     return None if model.method.dial is None else float(getattr(model.method, model.method.dial[0]))
 
 
-def _table(model: AdaptiveViT, images: Tensor, points: int) -> list[tuple[float, float]]:
+def _table(model: AdaptiveViT, fast: PreparedViT, images: Tensor, points: int) -> list[tuple[float, float]]:
     """(share of the static cost, dial), rising; denser where the cost changes fast. The dial is left as it was."""
     if model.method.dial is None:
         return []
@@ -184,15 +186,15 @@ def _table(model: AdaptiveViT, images: Tensor, points: int) -> list[tuple[float,
     assert own is not None
 
     def cost(value: float) -> float:
-        turn(model, value)
-        return float(model.cost(model(images).trace))
+        turn(fast, value)
+        return float(model.cost(fast(images).trace))
 
     found = [(cost(value), value) for value in (cheap, own, dear)]
     for _ in range(points - 3):
         i = max(range(len(found) - 1), key=lambda i: found[i + 1][0] - found[i][0])
         middle = (found[i][1] + found[i + 1][1]) / 2
         found.insert(i + 1, (cost(middle), middle))
-    turn(model, own)
+    turn(fast, own)
     rising = [found[0]]
     for share, value in found[1:]:
         if share > rising[-1][0]:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from ..dtypes import dtype_of
 from ..errors import DwindleError
 from ..images import preprocess_of
 from ..model import AdaptiveViT, Output
+from ..prepared import Prepared, quickest
 from .data import Images, check_labels, limit, open_data
 from .heap import kept_pages
 
@@ -45,22 +47,24 @@ def evaluate(
     device: str | torch.device = "cpu",
     progress: Callable[[int], None] | None = None,
     lockstep: bool = False,
-    ask: Callable[[Tensor], Output] | None = None,
+    ask: Callable[[Callable[..., Output], Tensor], Output] | None = None,
 ) -> dict[str, float]:
     """Every image counts once. images_per_s is the model alone, at its median batch: loading and moving images is not
-    in it, nor what the first batch compiles. layout: 'packed', on a GPU by the engine, or 'masked'. ask: a call of
-    the model with other settings.
+    in it, nor what the first batch compiles. layout: 'packed', by a prepared copy of the model, or 'masked'. ask: a
+    call of that copy with other settings.
 
     Of several processes each gives its own batches, and all get the result for all. lockstep: they must run the same
     number of times (sharded weights); who has no images left runs on a blank one, uncounted.
     """
     training, place = model.training, torch.device(device)
     model.eval().to(place)
-    by_itself = None if layout == "packed" else layout  # on a GPU that is the engine's
-    ask = ask or partial(model, layout=by_itself)
+    # Sharded weights come together block by block, and only in the model itself.
+    own = layout != "packed" or lockstep
+    call: Callable[..., Output] = partial(model, layout=layout) if own else quickest(model)
+    asked = call if ask is None else partial(ask, call)
     # Sharded weights are gathered into tensors that training goes on with, which inference mode would spoil.
     with kept_pages(place.type == "cpu"), torch.no_grad() if lockstep else torch.inference_mode():
-        sums = _sums(model, _in_step(batches, model) if lockstep else batches, ask, place, progress)
+        sums = _sums(model, _in_step(batches, model) if lockstep else batches, asked, place, progress)
     model.train(training)
     top1, top5, images, macs, depth, speed = map(sum, zip(*ranks.gathered(sums)))
     if not images:
@@ -128,21 +132,22 @@ def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch:
     _, cheap, dear = method.dial
     goal = budget_share(budget, model.backbone.shape)
     training = model.training
-    model.eval()
+    fast: Any = quickest(model.eval())
 
     def cost(value: float, tried: bool = True) -> float:
         dial = None
         if tried and method.dial_per_image:  # given, not set: a GPU's recording would be made anew for every setting
             dial = images.new_full((batch,), value)
         else:
-            turn(model, value)
+            turn(fast, value)
         parts = ((part, None if dial is None else dial[: len(part)]) for part in images.split(batch))
-        total = sum(model.macs(model(part, dial=dial).trace).sum().item() for part, dial in parts)
+        total = sum(model.macs(fast(part, dial=dial).trace).sum().item() for part, dial in parts)
         return total / len(images) / model.static_macs()
 
     # The nearer of the two sides: a threshold at which many tokens stop at once can leave a step between them.
     value = min(bisected(cost, goal, cheap, dear, steps), key=lambda v: abs(cost(v) - goal))
     reached = cost(value, tried=False)
+    turn(model, value)
     model.train(training)
     return reached
 
@@ -157,7 +162,7 @@ def meet(model: AdaptiveViT, images: Tensor, budget: float | str) -> None:
         )
 
 
-def turn(model: AdaptiveViT, value: float, name: str | None = None) -> None:
+def turn(model: AdaptiveViT | Prepared, value: float, name: str | None = None) -> None:
     """Set the method's dial, or another of its numbers."""
     if name is None:
         assert model.method.dial is not None
