@@ -27,6 +27,7 @@ from dwindle.methods.similarity import Similarity
 from dwindle.methods.tome import ToMe
 from dwindle.methods.topk import TopK
 from dwindle.ops.half import cpu_multiplies_bf16
+from tally import many, tally  # noqa: F401  (fixtures)
 
 torch.set_num_threads(1)  # two test processes share two cores, and the models are tiny
 SIZE = 32
