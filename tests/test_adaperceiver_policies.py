@@ -140,7 +140,7 @@ def test_policy_learns_who_needs_more():
     y = torch.where(hard, 1, 0)
 
     class Known(dwindle.AdaPerceiver):
-        def every(self, x, width=None, depths=None, patches=None):
+        def every(self, x, width=None, depths=None, patches=None, linear=None):
             assert depths == [2, 4]
             said = torch.zeros(3, len(x), 5)
             needs = x.mean((1, 2, 3)) > 0.5
