@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import timm
@@ -13,7 +14,10 @@ from conftest import METHODS, build, images_for
 from dwindle.masked import Masked
 from dwindle.methods import Method
 from dwindle.methods.aht import PRESETS
-from dwindle.methods.base import halting_distribution, halting_kl, normalised_gaussian
+from dwindle.methods.base import halting_distribution, halting_kl, log_gaussian
+from dwindle.model import Output
+from dwindle.tokens import Where
+from dwindle.trace import Trace
 
 
 def algorithm_1(model: dwindle.AdaptiveViT, images: torch.Tensor):
@@ -131,10 +135,60 @@ def test_halting_distribution():
     torch.testing.assert_close(act, torch.tensor([0.2, 0.3, 0.5, 0.0], dtype=torch.float64))
     hazard = halting_distribution(h, live, "hazard")[:, 0, 0]
     torch.testing.assert_close(hazard, torch.tensor([0.2, 0.8 * 0.3, 0.8 * 0.7, 0.0], dtype=torch.float64))
-    target = normalised_gaussian(torch.tensor(2.5, dtype=torch.float64), 4, 1.0)
+    log_target = log_gaussian(torch.tensor(2.5, dtype=torch.float64), 4, 1.0)
+    target = log_target.exp()
     torch.testing.assert_close(target.sum(), torch.tensor(1.0, dtype=torch.float64))
     assert target[1] == target[2] > target[0]
-    assert halting_kl(target, target) == pytest.approx(0, abs=1e-9)
+    assert halting_kl(target, log_target) == pytest.approx(0, abs=1e-12)
+
+
+def eq_2(h: list[float], plan: float, sigma: float) -> float:
+    """KL(P_actual || P_target) of a token that ran len(h) of 12 blocks, written out; h are hazards."""
+    exponents = [-((layer - plan) ** 2) / (2 * sigma**2) for layer in range(1, 13)]
+    top = max(exponents)
+    log_sum = top + math.log(sum(math.exp(e - top) for e in exponents))
+    divergence, rest = 0.0, 1.0
+    for n, hazard in enumerate(h):
+        p = rest if n + 1 == len(h) else rest * hazard
+        divergence += p * (math.log(p) - (exponents[n] - log_sum)) if p else 0.0
+        rest *= 1 - hazard
+    return divergence
+
+
+@pytest.mark.parametrize("sigma", [0.3, 0.5, 1.0, 3.0])
+def test_eq_2_and_its_gradients_at_every_gap(sigma):
+    """Plan and exit up to 11 blocks apart: there a probability is 1e-300 and below."""
+    stages, blocks = (1,), 12
+    method = dwindle.AHT.as_printed(stages=stages, sigma=sigma, p_actual="hazard", plan_leads=False)
+    method.bind(
+        dwindle.adapt(timm.create_model("vit_tiny_patch16_224", num_classes=5), dwindle.Static()).backbone.shape
+    )
+    generator = torch.Generator().manual_seed(0)
+    for exit in range(1, blocks + 1):
+        for target in range(1, blocks + 1):
+            h = torch.rand(exit, generator=generator, dtype=torch.float64).mul_(0.6).requires_grad_()
+            plan = torch.tensor(float(target), dtype=torch.float64, requires_grad=True)
+            trace = Trace((1, 2), 1, (1, 1), blocks)  # a class token, which the terms leave out, and a patch
+            for layer in range(exit):
+                row = torch.stack([torch.zeros_like(h[0]), h[layer]])[None]
+                values = {"score": row} | ({"plan": torch.stack([plan, plan])[None]} if layer == 0 else {})
+                trace.lives.append(Where((1, 2), live_BN=torch.ones(1, 2, dtype=torch.bool)))
+                trace.values.append(values)
+            term = method.losses(Output(torch.zeros(1, 5), trace, torch.zeros(0)))["target_depth"]
+            term.backward()
+            given = h.tolist()
+            assert term.item() == pytest.approx(eq_2(given, target, sigma), rel=1e-9, abs=1e-12)
+
+            def slope(at: int | None, given=given, target=target) -> float:
+                moved = []
+                for step in (1e-6, -1e-6):
+                    other = [v + step * (n == at) for n, v in enumerate(given)]
+                    moved.append(eq_2(other, target + step * (at is None), sigma))
+                return (moved[0] - moved[1]) / 2e-6
+
+            assert plan.grad.item() == pytest.approx(slope(None), rel=1e-5, abs=1e-6)
+            for n in range(exit):  # the last score is not used: who is left stops there
+                assert h.grad[n].item() == pytest.approx(slope(n), rel=1e-5, abs=1e-6), (exit, target, n)
 
 
 @pytest.mark.parametrize("p_actual", ["act", "hazard"])
@@ -165,7 +219,7 @@ def test_aht_losses_are_the_equations(p_actual, ponder, halted_plans):
                     centre = torch.tensor(0.0)
                 q = torch.exp(-((layers - centre) ** 2) / 2)
                 q = q / q.sum()
-                total_kl[stage].append((p * ((p + 1e-8).log() - (q + 1e-8).log())).sum())
+                total_kl[stage].append(torch.xlogy(p, p / q).sum())
     assert terms["ponder"].item() == pytest.approx(
         torch.stack([torch.as_tensor(v).detach() for v in total_ponder]).mean().item()
     )

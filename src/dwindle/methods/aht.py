@@ -27,7 +27,7 @@ from .base import (
     goal,
     halting_distribution,
     halting_kl,
-    normalised_gaussian,
+    log_gaussian,
     require,
     wide,
 )
@@ -349,9 +349,8 @@ class AHT(Method):
             plan = trace.plans.get(stage, nobody)  # a pack that is empty by then does not reach the stage
             plan = plan[:, first:].detach() if self.plan_leads else plan[:, first:]
             silent = plan.isnan()
-            divergence = halting_kl(
-                actual, normalised_gaussian(plan.nan_to_num(0.0), trace.blocks, self.sigma)
-            )  # Eq. 2-3
+            planned = log_gaussian(plan.nan_to_num(0.0), trace.blocks, self.sigma)
+            divergence = halting_kl(actual, planned)  # Eq. 2-3
             if self.halted_plans == "skip":
                 divergence = ranks.share(divergence.masked_fill(silent, 0.0).sum(), (~silent).sum())
             divergences.append(divergence.mean())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import ranks
 from ..backbones.base import Shape
 from ..tokens import Tokens
-from .base import Method, Verdict, halting_kl, halting_verdict, normalised_gaussian, ponder_cost, require, wide
+from .base import Method, Verdict, halting_kl, halting_verdict, log_gaussian, ponder_cost, require, wide
 
 if TYPE_CHECKING:
     from ..model import Output
@@ -89,7 +89,7 @@ class AViT(Method):
         # Eq. 11: scores of halted tokens are 0. Both sides are made distributions before they are compared (Eq. 12).
         halting = ranks.mean(trace.scores.mean((1, 2)))
         halting = halting / halting.sum()
-        target = normalised_gaussian(torch.full_like(halting[0], self.target_depth), trace.blocks, self.sigma)
+        target = log_gaussian(torch.full_like(halting[0], self.target_depth), trace.blocks, self.sigma)
         return {"ponder": ponder_cost(trace), "prior": halting_kl(halting, target)}
 
     @property

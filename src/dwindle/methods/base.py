@@ -130,11 +130,14 @@ def check_stages(stages: tuple[int, ...], shape: Shape) -> None:
     require(fits, f"stages = {stages}", f"tokens leave after blocks 1..{shape.blocks - 1} of this backbone")
 
 
-def normalised_gaussian(centre: Tensor, blocks: int, sigma: float) -> Tensor:
-    """AHT-ViT Eq. 3: P(l) proportional to exp(-(l - centre)^2 / (2 sigma^2)) over l = 1..L, on a new first axis."""
+def log_gaussian(centre: Tensor, blocks: int, sigma: float) -> Tensor:
+    """AHT-ViT Eq. 3: log P(l), P proportional to exp(-(l - centre)^2 / (2 sigma^2)) over l = 1..L, on a new first axis.
+
+    A plan that lies far off has a probability too small for floating point, and a logarithm that is not.
+    """
     layers = torch.arange(1, blocks + 1, device=centre.device, dtype=centre.dtype)
     layers = layers.view(-1, *[1] * centre.dim())
-    return torch.softmax(-((layers - centre) ** 2) / (2 * sigma**2), dim=0)
+    return torch.log_softmax(-((layers - centre) ** 2) / (2 * sigma**2), dim=0)
 
 
 def halting_verdict(tokens: Tokens, before: Tensor, score: Tensor, keep: Tensor) -> Verdict:
@@ -176,7 +179,7 @@ def halting_distribution(scores: Tensor, live: Tensor, kind: str = "act") -> Ten
     return torch.where(last > 0, stay, scores * stay * live_f)
 
 
-def halting_kl(actual: Tensor, target: Tensor) -> Tensor:
-    """KL(actual || target) over the first axis."""
-    tiny = 1e-8
-    return (actual * ((actual + tiny).log() - (target + tiny).log())).sum(0)
+def halting_kl(actual: Tensor, log_target: Tensor) -> Tensor:
+    """KL(actual || target) over the first axis. Where `actual` is 0, so are its term and that term's gradient."""
+    log_actual = torch.where(actual > 0, actual, 1.0).log()
+    return (actual * (log_actual - log_target)).sum(0)

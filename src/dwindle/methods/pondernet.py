@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,8 +83,8 @@ class PonderNet(Method):
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
         actual = self.distribution(out.trace)
         steps = torch.arange(out.trace.blocks, device=actual.device, dtype=actual.dtype)[:, None]
-        prior = (1 - self.prior) ** steps  # geometric, truncated to L blocks
-        return {"prior": halting_kl(actual, prior / prior.sum()).mean()}
+        log_prior = torch.log_softmax(steps * math.log1p(-self.prior), 0)  # geometric, truncated to L blocks
+        return {"prior": halting_kl(actual, log_prior).mean()}
 
     @property
     def loss_weights(self) -> dict[str, float]:
