@@ -224,7 +224,7 @@ def test_act_holds_a_budget_while_it_trains():
         torch.manual_seed(step)
         out = model(torch.randn(16, 3, 32, 32), layout="masked")
         costs.append(float(model.cost(out.trace)))
-        model.method.observe(model.cost(out.trace))
+        model.hold_budget(out)
     assert costs[0] > 0.95 and abs(sum(costs[-10:]) / 10 - 0.6) < 0.06
     assert abs(dwindle.calibrate(model, torch.randn(16, 3, 32, 32), 0.8) - 0.8) < 0.05
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 
 import pytest
 import timm
@@ -285,9 +286,53 @@ def test_training_moves_the_bar_towards_the_budget():
     images, costs = images_for(model, 8), []
     for _ in range(120):
         out = model(images)
-        model.loss(out, torch.zeros(8, dtype=torch.long))
+        model.hold_budget(out)
         costs.append(float(model.macs(out.trace).mean() / model.static_macs()))
     assert costs[0] > 0.85 and abs(sum(costs[-10:]) / 10 - 0.8) < 0.02
+
+
+def test_the_loss_changes_nothing():
+    model = planned(budget=0.5, ramp=0.0).train()
+    out, labels = model(images_for(model, 8)), torch.zeros(8, dtype=torch.long)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    first, second = model.loss(out, labels), model.loss(out, labels)
+    assert first["total"].equal(second["total"])
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    model.hold_budget(out)
+    assert model.method.bar > before["method.bar"]
+
+
+@torch.no_grad()
+def test_who_has_learnt_nothing_says_so_once():
+    for make, tells in ((METHODS["AHT"], True), (METHODS["AViT"], True), (METHODS["ToMe"], False)):
+        model = build("vit", make())
+        images = images_for(model)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model(images, depths=torch.full((5, 17), 2))  # decides nothing
+            assert not said
+            model(images)
+            model.prepare()(images)
+        assert [str(w.message).partition(":")[0] for w in said] == [
+            f"{type(model.method).__name__} has not been trained"
+        ] * tells
+        assert not tells or "ToMe, TopK" in str(said[0].message)
+
+
+@torch.no_grad()
+def test_a_budget_that_nobody_held_is_told(tmp_path):
+    model = build("vit", dwindle.AHT(stages=(1, 2), budget=0.6))
+    model.train()(images_for(model))
+    images = images_for(model.eval())
+    with pytest.warns(UserWarning, match="never held.*hold_budget"):
+        model(images)
+    trained = copy.deepcopy(model).train()
+    trained.hold_budget(trained(images))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained.eval()(images)
+        dwindle.save(trained, tmp_path / "it")
+        dwindle.load(tmp_path / "it", vit=build("vit", dwindle.Static()).unwrap())(images)
 
 
 def test_a_budget_can_be_set_after_training_and_the_threshold_trades_cost():

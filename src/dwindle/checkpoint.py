@@ -91,7 +91,11 @@ def _described(model: Any) -> dict[str, Any]:
     described = before or model.backbone.describe() or {"model": None, "options": None}
     config = {
         "backbone": {"family": model.backbone.family, **described},
-        "method": {"name": type(model.method).__name__, "options": model.method.config},
+        "method": {
+            "name": type(model.method).__name__,
+            "options": model.method.config,
+            "trained": getattr(model.method, "trained", True),
+        },
     }
     return config | ({"weights": "int8"} if is_int8(model) else {})
 
@@ -148,7 +152,7 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
         )
 
     try:
-        model = adapt(vit, Method.registry[method["name"]](**as_options(method["options"])))
+        model = adapt(vit, Method.registry[method["name"]].from_config(as_options(method["options"])))
     except TypeError as error:
         raise DwindleError(
             f"{folder / CONFIG} has settings this version's {method['name']} does not know ({error}); {OTHER_VERSION}."
@@ -161,6 +165,7 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
     if config["saved"] == "all":
         fill(model.vit, {n: w for n, w in weights.items() if not n.startswith("method.")}, folder)
     model.extra = config.get("extra", {})  # type: ignore[assignment]
+    model.method.trained = model.method.held = bool(method.get("trained", True))
     return model.eval()
 
 

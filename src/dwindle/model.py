@@ -26,11 +26,24 @@ LAYOUTS: dict[str, type[Masked] | type[Packed]] = {"masked": Masked, "packed": P
 DISTILLATIONS = ("soft", "hard", "token")
 
 
-@dataclass
+@dataclass(repr=False)
 class Output:
+    """What a model says of a batch. Also read as `out["logits"]`, and as the tuple (loss, logits), or (logits,)."""
+
     logits: Tensor  # (B, classes)
     trace: Trace
     features: Tensor  # (B, N, D): every token, at the depth where it stopped
+    loss: Tensor | None = None  # where labels were given
+
+    def __getitem__(self, key: str | int | slice) -> Any:
+        if isinstance(key, str):
+            return getattr(self, key)
+        return tuple(value for value in (self.loss, self.logits) if value is not None)[key]
+
+    def __repr__(self) -> str:
+        loss = "" if self.loss is None else f"loss={self.loss.item():.4f}, "
+        shapes = f"logits={tuple(self.logits.shape)}, features={tuple(self.features.shape)}"
+        return f"{type(self).__name__}({loss}{shapes}, trace={self.trace})"
 
 
 class AdaptiveViT(nn.Module):
@@ -48,10 +61,13 @@ class AdaptiveViT(nn.Module):
 
     def forward(
         self,
-        images: Tensor,
+        images: Tensor | None = None,
         layout: str | None = None,
         depths: Tensor | None = None,
         dial: Tensor | None = None,
+        *,
+        pixel_values: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> Output:
         """`depths` (B, N) forces who stops when: scores are still computed, only the outcome is replaced.
 
@@ -59,13 +75,24 @@ class AdaptiveViT(nn.Module):
 
         layout: 'masked' or 'packed'. None: masked while training, packed in eval. What computes faster than these is
         for weights that stay: `prepare`.
+
+        pixel_values, labels: images, and what they show, by the names that Hugging Face's Trainer gives them. With
+        labels `out.loss` is there, and while training the call is a whole step's: it holds the budget too.
         """
-        self.check_images(images)
+        images = self.check_images(pixel_values if images is None else images)
         layout = layout or self.layout or ("masked" if self.training else "packed")
         if layout not in LAYOUTS:
             raise unknown("layout", layout, LAYOUTS)
+        if self.training:
+            self.method.trained = True
+        elif depths is None:
+            self.method.tell_unready()
         out = self.run(images, LAYOUTS[layout].start, depths, dial)
         self.check_logits(out.logits, images)
+        if labels is not None:
+            out.loss = self.loss(out, labels)["total"]
+            if self.training:
+                self.hold_budget(out)
         return out
 
     def run(
@@ -87,12 +114,7 @@ class AdaptiveViT(nn.Module):
                 raise DwindleError(f"depths of shape {tuple(depths.shape)}: give one per image and token, {wanted}.")
             tokens.notes["forced"] = depths.to(images.device).reshape(tokens.x.shape[:-1])
         if dial is not None:
-            if not self.method.dial_per_image or dial.shape != images.shape[:1]:
-                raise DwindleError(
-                    f"dial of shape {tuple(dial.shape)} for {len(images)} images: give one number per image, and to a "
-                    f"method that takes them ({type(self.method).__name__} "
-                    f"{'does' if self.method.dial_per_image else 'has one setting for the whole batch'})."
-                )
+            self.check_dial(dial, len(images))
             tokens.notes["dial"] = tokens.per_image(dial.to(images.device))
         trace = Trace(tokens.shape, shape.prefix, shape.grid((images.shape[-2], images.shape[-1])), shape.blocks)
 
@@ -117,19 +139,39 @@ class AdaptiveViT(nn.Module):
 
         return PreparedViT(self)
 
-    def loss(self, out: Output, labels: Tensor, teacher: Output | None = None, **weighing: Any) -> dict[str, Tensor]:
-        """The task's cross-entropy, the method's terms, and their weighted sum under "total".
+    def loss(
+        self,
+        out: Output,
+        labels: Tensor,
+        teacher: Output | None = None,
+        *,
+        label_weight: float = 1.0,
+        teacher_weight: float = 1.0,
+        weights: Tensor | None = None,
+        **options: Any,
+    ) -> dict[str, Tensor]:
+        """The task's cross-entropy, the method's terms, and their weighted sum under "total". Changes nothing: a budget
+        is held by `hold_budget`, once a step.
 
         labels: (B,) classes, or (B, classes) shares. teacher: what a static model said of the batch; adds "distill" and
-        grounds methods that ask for it. weighing: label_weight, teacher_weight, and the arguments of `terms`.
-        While training, the method also learns what the batch cost, to hold a budget.
+        grounds methods that ask for it. options: those of `terms`. weights: of the terms, in their order, where a
+        recorded step reads them; None: as the method says, and of the task and the teacher as given here.
         """
-        label_weight, teacher_weight = weighing.pop("label_weight", 1.0), weighing.pop("teacher_weight", 1.0)
-        terms = self.terms(out, labels, teacher, **weighing)
-        terms["total"] = self.weighted(terms, label_weight, teacher_weight)
-        if self.training:
-            self.method.observe(self.cost(out.trace))
-        return terms
+        terms = self.terms(out, labels, teacher, **options)
+        if weights is None:
+            named = self.weights(label_weight, teacher_weight)
+            total = torch.stack([named[name] * term for name, term in terms.items()]).sum()
+        else:
+            total = (torch.stack([term.float() for term in terms.values()]) * weights[: len(terms)]).sum()
+        return terms | {"total": total}
+
+    def hold_budget(self, out: Output) -> None:
+        """After a training step on this batch: what it cost moves the bar that holds the budget."""
+        self.method.hold_budget(self.cost(out.trace))
+
+    def weights(self, label_weight: float = 1.0, teacher_weight: float = 1.0) -> dict[str, float]:
+        """Of the loss terms, by their names."""
+        return {"task": label_weight, "distill": teacher_weight} | self.method.loss_weights
 
     def terms(
         self,
@@ -186,13 +228,13 @@ class AdaptiveViT(nn.Module):
             terms["distill"] = mean(lambda a: F.cross_entropy(a, wanted, reduction="none"), taught)
         return terms | self.method.losses(out, teacher)
 
-    def weighted(self, terms: dict[str, Tensor], label_weight: float = 1.0, teacher_weight: float = 1.0) -> Tensor:
-        """The sum of the terms, each at its weight."""
-        weights = {"task": label_weight, "distill": teacher_weight} | self.method.loss_weights
-        return torch.stack([weights[name] * term for name, term in terms.items()]).sum()
-
     def _check_labels(self, labels: Tensor, logits: Tensor) -> None:
         images, classes = logits.shape
+        if not self.backbone.shape.classes:
+            raise DwindleError(
+                f"This {type(self.vit).__name__} has no head (num_classes=0): it answers with an embedding, which has "
+                "no loss with labels; give it one (num_classes=...)."
+            )
         shares = labels.is_floating_point()
         if tuple(labels.shape) != ((images, classes) if shares else (images,)):
             raise DwindleError(
@@ -238,7 +280,13 @@ class AdaptiveViT(nn.Module):
 
         return push_to_hub(self, repo, **options)
 
-    def check_images(self, images: Tensor) -> None:
+    def check_images(self, images: Any) -> Tensor:
+        """The images, if the model takes them."""
+        if not isinstance(images, Tensor):
+            raise DwindleError(
+                f"The images are {_told(images)}; give a float tensor (batch, channels, height, width), such as "
+                "torch.from_numpy(array), or the `eval_transform` of dwindle.images.Preprocess makes one of a picture."
+            )
         shape = self.backbone.shape
         sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == shape.channels
         if self.backbone.any_size:
@@ -252,24 +300,59 @@ class AdaptiveViT(nn.Module):
                 f"(batch, {shape.channels}, {size}); resize the images or build the model with img_size=..."
             )
         check_dtype(images, next(self.vit.parameters()).dtype)
+        return images
+
+    def check_dial(self, dial: Tensor, images: int) -> None:
+        method = type(self.method).__name__
+        if not self.method.dial_per_image or dial.shape != (images,):
+            raise DwindleError(
+                f"dial of shape {tuple(dial.shape)} for {images} images: give one number per image, and to a method "
+                f"that takes them ({method} "
+                f"{'does' if self.method.dial_per_image else 'has one setting for the whole batch'})."
+            )
+        looks = self.checks and not torch.compiler.is_compiling()
+        if looks and not (dial.is_cuda and torch.cuda.is_current_stream_capturing()) and dial.isnan().any():
+            raise DwindleError(f"dial holds NaN, with which no token of {method} would ever go on; give numbers.")
 
     def check_logits(self, logits: Tensor, images: Tensor) -> None:
         if not self.checks or torch.compiler.is_compiling() or (self.training and logits.is_cuda):
             return  # on a GPU in training this look would cost a synchronisation; there the loss says it
-        check_finite(logits, images, self.training)
+        check_finite(logits, images, self, self.training)
 
 
-def check_finite(logits: Tensor, images: Tensor, training: bool = False) -> None:
+def _told(given: Any) -> str:
+    """What somebody gave in place of images."""
+    shape = getattr(given, "shape", None)
+    kind = f"{type(given).__module__.partition('.')[0]}.{type(given).__name__}".removeprefix("builtins.")
+    return "missing" if given is None else f"a {kind}" + (f" of shape {tuple(shape)}" if shape is not None else "")
+
+
+LARGE = 1e4  # normalised pixels lie within a few units of 0
+
+
+def check_finite(logits: Tensor, images: Tensor, model: nn.Module, training: bool = False) -> None:
     """NaN in an image reaches its logits, where looking for it is cheap."""
     if logits.isfinite().all():
         return
     if not images.isfinite().all():
         raise DwindleError("The images hold NaN or infinite values; check how they were loaded and normalised.")
-    if not training:  # a run that diverges hears it from its loss
+    if training:  # a run that diverges hears it from its loss
+        return
+    damaged = next((name for name, value in model.named_parameters() if not value.isfinite().all()), None)
+    if damaged is not None:
         raise DwindleError(
-            "The model gives NaN or infinite logits on these images: its weights are damaged; load them anew, or from "
-            "another copy."
+            f"The model gives NaN or infinite logits: its weight '{damaged}' holds NaN or infinite values; load it "
+            "anew, or from another copy."
         )
+    if (most := float(images.abs().max())) > LARGE:
+        raise DwindleError(
+            f"The images hold values up to {most:.2g}, too large to compute with; normalise them: pixels lie within a "
+            "few units of 0."
+        )
+    raise DwindleError(
+        f"The model gives NaN or infinite logits in {logits.dtype}, though its weights and the images are finite; run "
+        "it in float32, or load its weights from another copy."
+    )
 
 
 def check_dtype(images: Tensor, weights: torch.dtype) -> None:

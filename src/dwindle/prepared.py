@@ -81,12 +81,14 @@ class PreparedViT(Prepared):
     def __call__(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> Output:
         """As the model's own forward in eval."""
         model: AdaptiveViT = self._model
+        model.check_images(images)
         self._check_place(images)
+        if depths is None:
+            model.method.tell_unready()
         if self._engine is not None:
             return self._engine(images, depths, dial)
         if not takes(images):
             return model(images, "packed", depths, dial)
-        model.check_images(images)
         out = model.run(images, partial(Lean.begin, apart=self._apart, packs=self._packs), depths, dial)
         model.check_logits(out.logits, images)
         return out
@@ -120,7 +122,13 @@ def frozen(model: nn.Module) -> nn.Module:
         for hooks in HOOKS:
             if held := getattr(module, hooks, None):
                 shared[id(held)] = held.copy()  # what they call is not to be copied with them
-    with torch.inference_mode(False), torch.no_grad():
-        made = copy.deepcopy(model, shared)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            made = copy.deepcopy(model, shared)
+    except Exception as error:  # sharded weights, a weight that is computed, a lock: whoever owns it says no
+        raise DwindleError(
+            f"{type(model).__name__} holds something of which no copy can be made ({error}); call the model itself "
+            "instead of preparing it."
+        ) from error
     made = made.eval() if made.training else made
     return made.requires_grad_(False)

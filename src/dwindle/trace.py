@@ -10,7 +10,7 @@ from torch import Tensor
 from .tokens import Tokens, Where
 
 
-@dataclass
+@dataclass(repr=False)
 class Trace:
     """Filled by the loop: for each block who was live in it, and the values the method wrote down there."""
 
@@ -79,5 +79,13 @@ class Trace:
 
     @property
     def mean_depth(self) -> Tensor:
-        """(B,) mean over the tokens of each image."""
-        return self.depth.float().mean(-1)
+        """(B,) mean over the tokens of each image, of those it was given: others of its batch may have more."""
+        depth = self.depth
+        return depth.sum(-1) / (depth > 0).sum(-1).clamp_min(1)
+
+    def __repr__(self) -> str:
+        depths = ", ".join(f"{depth:.2f}" for depth in self.mean_depth.tolist()[:8])
+        more = ", ..." if self.shape[0] > 8 else ""
+        return (
+            f"Trace(images={self.shape[0]}, tokens={self.shape[1]}, blocks={self.blocks}, mean_depth=[{depths}{more}])"
+        )

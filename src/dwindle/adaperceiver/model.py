@@ -95,7 +95,7 @@ class AdaPerceiver(Network):
         """
         out = self.run(images, tokens, depth, width, exit, exits, patches)
         if self.checks and not (self.training or images.is_cuda or torch.compiler.is_compiling()):
-            check_finite(out.logits, images)
+            check_finite(out.logits, images, self)
         return out
 
     def prepare(self) -> PreparedPerceiver:

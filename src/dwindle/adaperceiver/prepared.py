@@ -51,7 +51,7 @@ class PreparedPerceiver(Prepared):
             return self._recorder(images, t, d, w, exit, exits)
         out = network.run(images, tokens, depth, width, exit, exits, patches, self._linear(images))
         if network.checks and not (images.is_cuda or torch.compiler.is_compiling()):
-            check_finite(out.logits, images)
+            check_finite(out.logits, images, self._model)
         return out
 
     @torch.no_grad()

@@ -93,10 +93,11 @@ class ACT(Method):
     def loss_weights(self) -> dict[str, float]:
         return {"ponder": self.tau}
 
-    def observe(self, cost: Tensor) -> None:
+    def hold_budget(self, cost: Tensor) -> None:
         """Integral control, in the logarithm: the threshold falls while a batch costs more than the budget."""
         if self.budget is None:
             return
+        self.held = True
         assert isinstance(self.threshold, Tensor)
         wanted = goal(self.budget, self.shape, brought_in(self.progress, self.ramp))
         with torch.no_grad():  # in place: a recorded step reads it where it lies

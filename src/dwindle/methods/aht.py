@@ -388,10 +388,11 @@ class AHT(Method):
         ramped = {"ponder": self.lambda_p * self.brought_in, "target_depth": self.lambda_t * self.brought_in}
         return ramped | {"importance": self.lambda_i}
 
-    def observe(self, cost: Tensor) -> None:
+    def hold_budget(self, cost: Tensor) -> None:
         """Integral control: the bar rises while the batch costs more than the budget, and falls when it costs less."""
         if self.budget is None:
             return
+        self.held = True
         wanted = goal(self.budget, self.shape, self.brought_in)
         # In place: a recorded step reads it where it lies. Nothing keeps the old value for a backward pass.
         with torch.no_grad():

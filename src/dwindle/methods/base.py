@@ -6,6 +6,7 @@ A method is one file in this folder. It is found by itself; nothing else needs a
 from __future__ import annotations
 
 import inspect
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -44,6 +45,10 @@ class Method(nn.Module):
     dial_per_image: bool = False  # it asks `dialled`, so images of one batch may have each their own
     asks_attention: bool = False  # its losses read the teacher's attention
     asks_features: bool = False  # and its features
+    needs_training: ClassVar[bool] = True  # what it decides before means nothing
+    trained: bool = False  # it has been in training, here or before it was loaded
+    held: bool = False  # so has its budget
+    told: bool = False  # that one of these is not so
     progress: float = 1.0  # share of the training done; the training loop sets it, ramps read it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -77,8 +82,8 @@ class Method(nn.Module):
         """total = task + sum of weight * term."""
         return {}
 
-    def observe(self, cost: Tensor) -> None:
-        """After each training batch, with its cost as a share of the static model's: hold a budget."""
+    def hold_budget(self, cost: Tensor) -> None:
+        """After each training batch, with its cost as a share of the static model's: move what holds a budget."""
 
     def dialled(self, tokens: Tokens, name: str) -> Any:
         """The method's setting `name`; on rows where it is the dial and each image was given a value of its own."""
@@ -89,9 +94,36 @@ class Method(nn.Module):
         """Multiply-accumulates the method itself adds after block `depth`, for images with that many live tokens."""
         return torch.zeros_like(tokens)
 
+    def tell_unready(self) -> None:
+        """Say once, when asked, that it has learnt nothing yet, or does not keep the budget it was given."""
+        if self.told or not self.needs_training or torch.compiler.is_compiling():
+            return
+        name, budget = type(self).__name__, getattr(self, "budget", None)
+        if not self.trained:
+            kinds = sorted(self.registry.items())
+            ready = ", ".join(kind for kind, made in kinds if not made.needs_training and kind != "Static")
+            why = (
+                f"{name} has not been trained: what it answers, and what that costs, means nothing yet. Train it, or "
+                f"take a method that needs no training ({ready})."
+            )
+        elif budget is not None and not self.held and type(self).hold_budget is not Method.hold_budget:
+            why = (
+                f"{name} was trained, but its budget of {budget} was never held, so it costs what chance gave. Call "
+                "model.hold_budget(out) after every training step, or now dwindle.calibrate(model, images, budget)."
+            )
+        else:
+            return
+        self.told = True
+        warnings.warn(why, stacklevel=3)
+
     @property
     def config(self) -> dict[str, Any]:
         return settings(self)
+
+    @classmethod
+    def from_config(cls, options: dict[str, Any]) -> Method:
+        """Made anew from a saved `config`."""
+        return cls(**options)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.config.items())

@@ -12,6 +12,7 @@ from .base import Method, Verdict
 class Static(Method):
     """Every token runs through every block. As a teacher it can note what the class token looked at."""
 
+    needs_training = False
     paper = "the wrapped model itself"
 
     def __init__(self, attention: bool = False) -> None:

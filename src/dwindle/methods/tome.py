@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,23 +21,34 @@ class ToMe(Method):
     merged is computed and counted.
     """
 
+    needs_training = False
     paper = "Token Merging: Your ViT But Faster, 2023"
 
     def __init__(self, r: float | None = None, budget: float | str | None = None) -> None:
         """
         r: tokens merged after every block but the last; a fraction is spread over the blocks. None: as the budget says,
             or 8.
-        budget: the share of the static cost (0.67), or GMACs ('3.1G').
+        budget: the share of the static cost (0.67), or GMACs ('3.1G'); in place of r.
         """
         super().__init__()
         require(r is None or 0 <= r < 1e6, f"r = {r}", "it is a number of tokens, at least 0")
-        self.given, self.r, self.budget = r is not None, 8.0 if r is None else float(r), budget
+        require(r is None or budget is None, f"r = {r}, budget = {budget!r}", "each sets the other; give one of them")
+        self.r, self.budget = 8.0 if r is None else float(r), budget
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
         self.dial = ("r", shape.tokens() / 2, 0.0)
-        if self.budget is not None and not self.given:
+        if self.budget is not None:
             self.r = self._r_for(budget_share(self.budget, shape))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """r as it stands: what the budget came to, or what it was turned to since."""
+        return super().config | ({"budget": None} if hasattr(self, "shape") else {"r": None} if self.budget else {})
+
+    @classmethod
+    def from_config(cls, options: dict[str, Any]) -> ToMe:
+        return cls(r=options.get("r"), budget=options.get("budget") if options.get("r") is None else None)
 
     def _r_for(self, goal: float) -> float:
         def cost(r: float) -> float:

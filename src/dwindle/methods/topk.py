@@ -14,6 +14,7 @@ from .base import Method, Verdict, check_stages, require, wide
 class TopK(Method):
     """After some blocks only the patches the class token looked at most go on, the same number in every image."""
 
+    needs_training = False
     paper = "EViT: Expediting Vision Transformers via Token Reorganizations, 2022"
 
     def __init__(

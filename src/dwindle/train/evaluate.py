@@ -57,6 +57,7 @@ def evaluate(
     number of times (sharded weights); who has no images left runs on a blank one, uncounted.
     """
     training, place = model.training, torch.device(device)
+    model.method.tell_unready()  # once, and not again by each copy of it
     model.eval().to(place)
     # Sharded weights come together block by block, and only in the model itself.
     own = layout != "packed" or lockstep
@@ -131,7 +132,8 @@ def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch:
         )
     _, cheap, dear = method.dial
     goal = budget_share(budget, model.backbone.shape)
-    training = model.training
+    method.tell_unready()
+    training, method.held = model.training, True
     fast: Any = quickest(model.eval())
 
     def cost(value: float, tried: bool = True) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ranks
-from ..model import AdaptiveViT, Output
+from ..model import AdaptiveViT
 from ..ops.half import autocast
 from .batches import seeded
 from .recipe import Recipe
@@ -21,32 +21,31 @@ WORTH_COMPILING = 200_000  # images; compiling takes about as long as these take
 
 
 class Lesson(nn.Module):
-    """What a batch teaches: from images, labels and what the teacher said, to loss terms and what the batch cost."""
+    """What a batch teaches: from images, labels and what the teacher said, to the loss and what the batch cost."""
 
     def __init__(self, model: AdaptiveViT, teacher: Teacher | None, recipe: Recipe, device: torch.device) -> None:
         super().__init__()
         self.model, self.teacher, self.recipe, self.device = model, teacher, recipe, device
         self.halves, self.compiled = recipe.halves(device), False
 
-    def forward(self, x: Tensor, y: Tensor, *said: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        model, teacher = self.model, self.teacher
+    def forward(self, x: Tensor, y: Tensor, weights: Tensor | None, *said: Tensor) -> dict[str, Tensor]:
+        model, teacher, recipe = self.model, self.teacher, self.recipe
         with autocast(self.device, self.halves):
             with fast(model, self.compiled):
-                out = model(x, layout=self.recipe.layout)
+                out = model(x, layout=recipe.layout)
             taught = teacher.output(dict(zip(teacher.names, said)), x) if teacher is not None else None
-            return self.terms(out, y, taught)
-
-    def terms(self, out: Output, y: Tensor, taught: Output | None) -> tuple[dict[str, Tensor], Tensor]:
-        recipe = self.recipe
-        terms = self.model.terms(
-            out,
-            y,
-            taught,
-            distill=recipe.distill,
-            temperature=recipe.teacher_temperature,
-            label_smoothing=recipe.smoothing,
-        )
-        return terms, self.model.cost(out.trace)
+            terms = model.loss(
+                out,
+                y,
+                taught,
+                label_weight=recipe.label_weight,
+                teacher_weight=recipe.teacher_weight,
+                weights=weights,
+                distill=recipe.distill,
+                temperature=recipe.teacher_temperature,
+                label_smoothing=recipe.smoothing,
+            )
+            return terms | {"cost": model.cost(out.trace)}
 
 
 class Step:
@@ -107,15 +106,14 @@ class Step:
             _clip(list(model.parameters()), recipe.clip)
         optimizer.step()
         means = ranks.mean(torch.stack(list(sums.values())))
-        model.method.observe(means[list(sums).index("cost")])
+        model.method.hold_budget(means[list(sums).index("cost")])
         return dict(zip(sums, means))
 
     def _weights(self) -> Tensor:
         """Of the terms, in their order: they are brought in over time, so a graph takes them as an input."""
         weights = torch.zeros(32)
         if self.recorded is not None:
-            given = {"task": self.recipe.label_weight, "distill": self.recipe.teacher_weight}
-            given |= self.model.method.loss_weights
+            given = self.model.weights(self.recipe.label_weight, self.recipe.teacher_weight)
             names = [name for name in self.recorded.terms if name not in ("total", "cost")]
             weights[: len(names)] = torch.tensor([given[name] for name in names])
         return weights
@@ -140,14 +138,9 @@ class Step:
         self, x: Tensor, y: Tensor, weights: Tensor | None, *said: Tensor, share: float = 1.0
     ) -> dict[str, Tensor]:
         """weights: of the terms, on the device; None: as they are now."""
-        terms, cost = self.lesson(x, y, *said)
-        total = (
-            self.model.weighted(terms, self.recipe.label_weight, self.recipe.teacher_weight)
-            if weights is None
-            else (torch.stack([term.float() for term in terms.values()]) * weights[: len(terms)]).sum()
-        )
-        (share * total).backward()
-        return {n: v.detach().float() for n, v in (terms | {"total": total, "cost": cost}).items()}
+        terms = self.lesson(x, y, weights, *said)
+        (share * terms["total"]).backward()
+        return {name: value.detach().float() for name, value in terms.items()}
 
 
 def _exchanging(lesson: Lesson, device: torch.device) -> nn.Module:
