@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module
 
 from .backbones.base import Parts
 from .ops.heirs import hand_over, heirs
@@ -33,9 +34,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # in place: the hidden l
 
 
 def takes(images: Tensor) -> bool:
-    """Whether this is for the lean path: autocast and torch.compile want to see every call of a block."""
-    plain = not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
+    """Whether this is for the lean path: autocast, torch.compile and hooks of every module want to see each call."""
+    plain = not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or watched_everywhere())
     return plain and images.device.type == "cpu"
+
+
+def watched_everywhere() -> bool:
+    """Whether torch calls somebody's hooks at every module there is."""
+    return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .backbones.base import replaced
 from .engine.graph import Engine
 from .errors import DwindleError
-from .lean import Lean, takes
+from .lean import Lean, takes, watched_everywhere
 from .ops.linear import Packs
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class PreparedViT(Prepared):
         self._check_place(images)
         if depths is None:
             model.method.tell_unready()
-        if self._engine is not None:
+        if self._engine is not None and not watched_everywhere():
             return self._engine(images, depths, dial)
         if not takes(images):
             return model(images, "packed", depths, dial)

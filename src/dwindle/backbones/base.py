@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from types import MethodType
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from ..errors import DwindleError
 from ..int8 import Int8Linear
@@ -102,8 +102,7 @@ def _of_a_library(kind: type) -> bool:
 
 def replaced(module: nn.Module) -> bool:
     """Whether the module has a forward of its own, which is not the one that `install` gives it."""
-    own = vars(module).get("forward")
-    return own is not None and getattr(own, "__func__", None) is not _attention_forward
+    return not isinstance(vars(module).get("forward"), (_Attention, type(None)))
 
 
 def as_written(block: nn.Module) -> bool:
@@ -177,6 +176,15 @@ class Backbone:
         )
 
     @property
+    def checkpoints(self) -> bool:
+        """Whether the wrapped model was told to run blocks again in the backward pass, which takes time for memory."""
+        return False
+
+    @property
+    def recomputes(self) -> bool:
+        return self.checkpoints and self.vit.training and torch.is_grad_enabled()
+
+    @property
     def shape(self) -> Shape:
         """In numbers, as the model is now: heads and image sizes may be changed under us."""
         key = self.changeable
@@ -211,7 +219,7 @@ class Backbone:
             raise DwindleError("This model is part of an adaptive one already; unwrap() that first.")
         for block in self.blocks:
             attention = self.attention(block)
-            attention.forward = MethodType(_attention_forward, attention)  # type: ignore[method-assign]
+            attention.forward = _Attention(attention)  # type: ignore[method-assign]
             self.mlp_in(block).register_forward_hook(_tap)
             for module in block.modules():
                 if _is_drop_path(module):
@@ -241,17 +249,8 @@ class Backbone:
             self.compiled = False
 
     def _run(self, block: nn.Module, tokens: Tokens) -> Tokens:
-        _now.run = run = _Run(tokens)
-
-        def call(x: Tensor) -> Tensor:
-            run.called = True
-            out = block(x)
-            return out[0] if isinstance(out, tuple) else out
-
-        try:
-            after = tokens.update(call, block)
-        finally:
-            _now.run = None
+        run = _Run(tokens)
+        after = tokens.update(self._again(block, run) if self.recomputes else run.calling(block), block)
         if not run.called:
             return after  # the layout ran the block by its parts
         if not run.attended:
@@ -261,6 +260,18 @@ class Backbone:
             )
         after.tap = run.tap
         return after
+
+    def once(self, block: nn.Module, x: Tensor) -> Any:
+        """The block's forward, without a checkpoint of the family's own: that would run it again outside of any run."""
+        return block(x)
+
+    def _again(self, block: nn.Module, run: _Run) -> Callable[[Tensor], Tensor]:
+        """The block's forward, which the backward pass runs once more rather than keep what is in between. Once more on
+        the tokens as they are now: the method goes on writing to them."""
+        then = _Run(run.tokens.changed(notes=dict(run.tokens.notes)))
+        turns = iter((run, then))
+        forward = partial(self.once, block)
+        return lambda x: checkpoint(lambda x: next(turns, then).calling(forward)(x), x, use_reentrant=False)
 
 
 @cache
@@ -278,6 +289,19 @@ class _Run:
         self.tap: Tensor | None = None
         self.called = False  # the block's own forward ran
         self.attended = False
+
+    def calling(self, block: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+        """The block's forward as part of this run."""
+
+        def call(x: Tensor) -> Tensor:
+            _now.run, self.called = self, True
+            try:
+                out = block(x)
+            finally:
+                _now.run = None
+            return out[0] if isinstance(out, tuple) else out
+
+        return call
 
 
 class _Now(threading.local):
@@ -322,12 +346,19 @@ class _Core(TorchFunctionMode):
         return self.work.tokens.attend(q, k, v, dropout_p=dropout_p, scale=scale)
 
 
-def _attention_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = type(self).forward
-    if _now.run is None:
-        return forward(self, *args, **kwargs)
-    with _Core(_now.run):
-        return forward(self, *args, **kwargs)
+@dataclass(frozen=True)
+class _Attention:
+    """A module's forward, with the attention core handed to the tokens of the run in progress. Unlike a bound function
+    it can be pickled, and so can the model."""
+
+    module: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = type(self.module).forward
+        if _now.run is None:
+            return forward(self.module, *args, **kwargs)
+        with _Core(_now.run):
+            return forward(self.module, *args, **kwargs)
 
 
 def _tap(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -363,6 +394,8 @@ def backbone_of(vit: nn.Module) -> Backbone:
     """The backbone that fits `vit`, or the reason why there is none."""
     from . import hf, timm  # noqa: F401  (they register themselves)
 
+    if hasattr(vit, "_orig_mod"):
+        raise DwindleError("This model went through torch.compile; adapt the model itself, and compile after that.")
     for family in Backbone.families:
         if family.claims(vit):
             return family(vit)

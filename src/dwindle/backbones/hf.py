@@ -71,8 +71,6 @@ class HuggingFaceViT(Backbone):
         self.vit.config._attn_implementation = self.implementation
 
     def embed(self, images: Tensor) -> Tensor:
-        if self.vit.training and self.vit.is_gradient_checkpointing:
-            raise DwindleError("Gradient checkpointing runs blocks again without their tokens; switch it off to train.")
         # DINOv2 always interpolates its positions; the others only when asked.
         built_for = tuple(images.shape[-2:]) == self.shape.image
         options = {} if self.is_dino else {"interpolate_pos_encoding": not built_for}
@@ -91,6 +89,17 @@ class HuggingFaceViT(Backbone):
     @property
     def front(self) -> int | None:
         return None if self.is_dino else self.shape.prefix
+
+    @property
+    def checkpoints(self) -> bool:
+        return any(getattr(block, "gradient_checkpointing", False) for block in self.blocks)
+
+    def once(self, block: Any, x: Tensor) -> Any:
+        block.gradient_checkpointing = False
+        try:
+            return block(x)
+        finally:
+            block.gradient_checkpointing = True
 
     def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
         if self.kind != "DeiTForImageClassificationWithTeacher":

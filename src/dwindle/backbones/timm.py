@@ -72,6 +72,10 @@ class TimmViT(Backbone):
     def front(self) -> int | None:
         return self.vit.num_prefix_tokens if self.vit.global_pool == "token" else None
 
+    @property
+    def checkpoints(self) -> bool:
+        return bool(self.vit.grad_checkpointing)
+
     def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
         vit = self.vit
         if not hasattr(vit, "head_dist"):
