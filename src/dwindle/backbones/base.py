@@ -102,7 +102,8 @@ def _of_a_library(kind: type) -> bool:
 
 def replaced(module: nn.Module) -> bool:
     """Whether the module has a forward of its own, which is not the one that `install` gives it."""
-    return not isinstance(vars(module).get("forward"), (_Attention, type(None)))
+    own = vars(module).get("forward")
+    return own is not None and getattr(own, "func", None) is not _attention_forward
 
 
 def as_written(block: nn.Module) -> bool:
@@ -219,7 +220,8 @@ class Backbone:
             raise DwindleError("This model is part of an adaptive one already; unwrap() that first.")
         for block in self.blocks:
             attention = self.attention(block)
-            attention.forward = _Attention(attention)  # type: ignore[method-assign]
+            # A partial and no bound method: it can be pickled, and so can the model.
+            attention.forward = partial(_attention_forward, attention)  # type: ignore[method-assign]
             self.mlp_in(block).register_forward_hook(_tap)
             for module in block.modules():
                 if _is_drop_path(module):
@@ -346,19 +348,13 @@ class _Core(TorchFunctionMode):
         return self.work.tokens.attend(q, k, v, dropout_p=dropout_p, scale=scale)
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """A module's forward, with the attention core handed to the tokens of the run in progress. Unlike a bound function
-    it can be pickled, and so can the model."""
-
-    module: nn.Module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = type(self.module).forward
-        if _now.run is None:
-            return forward(self.module, *args, **kwargs)
-        with _Core(_now.run):
-            return forward(self.module, *args, **kwargs)
+def _attention_forward(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The module's own forward, with the attention core handed to the tokens of the run in progress."""
+    forward = type(attention).forward
+    if _now.run is None:
+        return forward(attention, *args, **kwargs)
+    with _Core(_now.run):
+        return forward(attention, *args, **kwargs)
 
 
 def _tap(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:

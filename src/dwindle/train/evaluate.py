@@ -57,7 +57,6 @@ def evaluate(
     number of times (sharded weights); who has no images left runs on a blank one, uncounted.
     """
     training, place = model.training, torch.device(device)
-    model.method.tell_unready()  # once, and not again by each copy of it
     model.eval().to(place)
     # Sharded weights come together block by block, and only in the model itself.
     own = layout != "packed" or lockstep
