@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..backbones.base import Shape
 from ..cost import bisected, block_macs, budget_share, fixed_macs, static_macs
+from ..settings import Budget, Within
 from ..tokens import Tokens
-from .base import Method, Verdict, require, wide
+from .base import Method, Verdict, wide
 
 
 class ToMe(Method):
@@ -21,14 +24,13 @@ class ToMe(Method):
 
     paper = "Token Merging: Your ViT But Faster, 2023"
 
-    def __init__(self, r: float | None = None, budget: float | str | None = None) -> None:
+    def __init__(self, r: Annotated[float, Within(0, 1e6)] | None = None, budget: Budget = None) -> None:
         """
         r: tokens merged after every block but the last; a fraction is spread over the blocks. None: as the budget says,
             or 8.
         budget: the share of the static cost (0.67), or GMACs ('3.1G').
         """
         super().__init__()
-        require(r is None or 0 <= r < 1e6, f"r = {r}", "it is a number of tokens, at least 0")
         self.given, self.r, self.budget = r is not None, 8.0 if r is None else float(r), budget
 
     def bind(self, shape: Shape) -> None:
