@@ -69,6 +69,10 @@ Word = Annotated[str, Count(0, 64)]
 Size = Annotated[int, Within(1, 1 << 16)]  # width, tokens, a side of an image
 Classes = Annotated[int, Within(1, 1 << 20)]
 Depth = Annotated[int, Within(1, 512)]  # blocks
+ImageSize = Annotated[int, Within(1, 1 << 13)]
+Workers = Annotated[int, Within(0, 1 << 10)]
+Batch = Annotated[int, Within(1, 1 << 20)]
+Seed = Annotated[int, Within(0, (1 << 32) - 1)]
 Stages = Annotated[tuple[int, ...], Count(0, 512)]  # blocks by number
 
 
@@ -83,15 +87,19 @@ class _Unfit(Exception):
 def checked(call: Call) -> Call:
     """The function or constructor, taking what its annotations allow: lists where they want tuples (JSON has none),
     and numpy's numbers as Python's."""
-    signature, owner = inspect.signature(call), call.__qualname__.split(".")[0]
+    signature = inspect.signature(call)
     named = [name for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
 
     @wraps(call)
     def asked(*args: Any, **kwargs: Any) -> Any:
+        owner = type(args[0]).__name__ if named[:1] == ["self"] else call.__name__
         if not takes_all:
             _check_names(owner, kwargs, [name for name in named if name != "self"])
-        bound, kinds = signature.bind(*args, **kwargs), _kinds(call)
+        try:
+            bound, kinds = signature.bind(*args, **kwargs), _kinds(call)
+        except TypeError as error:
+            raise DwindleError(f"{owner} cannot be made of these settings ({error}); see what it takes.") from error
         for name in named:
             if name in kinds and name in bound.arguments:
                 bound.arguments[name] = fitted(bound.arguments[name], kinds[name], name, owner)
@@ -119,16 +127,16 @@ def fitted(value: Any, kind: Any, name: str, owner: str) -> Any:
     try:
         return _fit(value, kind, owner)
     except _Unfit as error:
-        choices = [choice for choice in get_args(kind) if get_origin(kind) is Literal]
-        if choices and isinstance(value, str):
-            raise unknown(f"{name} of {owner}", value, choices) from None
+        choices = [choice for one in (kind, *get_args(kind)) if get_origin(one) is Literal for choice in get_args(one)]
+        if isinstance(value, str) and any(isinstance(choice, str) for choice in choices):
+            raise unknown(name, value, choices, hint=f"a setting of {owner}") from None
         raise DwindleError(f"{name} = {brief(value)}: it must {error} (a setting of {owner}).") from None
 
 
 def _check_names(owner: str, given: Iterable[Any], known: Iterable[str]) -> None:
     for name in given:
         if name not in known:
-            raise unknown(f"setting of {owner}", name, known)
+            raise unknown(f"option of {owner}", name, known)
 
 
 @lru_cache(256)

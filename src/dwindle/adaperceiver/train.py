@@ -134,7 +134,7 @@ class AdaRun(Run):
 
     def _build(self) -> AdaPerceiver:
         recipe, teacher = self.recipe, self.teacher
-        options = {n: tuple(v) if isinstance(v, list) else v for n, v in recipe.method_options.items()}
+        options = dict(recipe.method_options)
         options.setdefault("classes", self.train_images.num_classes)
         if recipe.image_size:
             options["image"] = recipe.image_size
@@ -146,12 +146,7 @@ class AdaRun(Run):
                     f"The teacher {recipe.teacher} has no patch features; take a dense one (outputs=dense)."
                 )
             options |= {"outputs": "dense", "head": "mlp", "classes": teacher.width}
-        try:
-            model = AdaPerceiver.preset(recipe.model, **options)
-        except TypeError as error:
-            raise DwindleError(
-                f"AdaPerceiver has no such setting, or of another type ({error}); see its constructor."
-            ) from error
+        model = AdaPerceiver.preset(recipe.model, **options)
         if recipe.distill == "features":
             teacher.grid = model.grid((model.image, model.image))
             return model

@@ -16,6 +16,7 @@ from ..drawing import file_stems, save_figure
 from ..errors import DwindleError
 from ..files import write_text
 from ..methods.base import require
+from ..settings import Share, fitted
 from ..terminal import (
     aside,
     claimed,
@@ -33,7 +34,6 @@ from .compare import LMCompare, LMComparison, markdown, summarised
 from .execute import AdaptiveLM
 from .figures import figures
 from .load import is_language, load_lm, vocabulary_of
-from .routing import check_share
 from .text import Vocabulary, open_text
 from .train import LMRecipe, LMRun
 
@@ -59,7 +59,7 @@ def _only_for_images(**given: Any) -> None:
 def _opened(checkpoint: str, tau: float | None) -> tuple[AdaptiveLM, Vocabulary]:
     model = load_lm(checkpoint)
     if tau is not None:
-        check_share("--tau", tau)
+        fitted(tau, Share, "--tau", "a router")
         require(
             hasattr(model.method, "tau"),
             f"--tau {tau}",
