@@ -27,6 +27,7 @@ from .errors import DwindleError, brief, unknown
 from .files import put_weights, scratch
 from .int8 import is_int8, to_int8
 from .methods import Method
+from .methods.static import Static
 from .model import AdaptiveViT, adapt
 
 if TYPE_CHECKING:
@@ -142,29 +143,27 @@ def _adapted(folder: Path, config: dict[str, Any], vit: nn.Module | None) -> Any
     parts = {"method": {n.removeprefix("method."): w for n, w in weights.items() if n.startswith("method.")}}
     if config["saved"] == "all":
         parts["vit"] = {n: w for n, w in weights.items() if not n.startswith("method.")}
-    make_method = partial(Method.registry[method["name"]], **method["options"])
+    own = partial(Method.registry[method["name"]], **method["options"])
 
-    def make(vit: nn.Module) -> AdaptiveViT:
-        model = adapt(vit, make_method())
+    def make(vit: nn.Module, method: Method) -> AdaptiveViT:
+        model = adapt(vit, method)
         return to_int8(model) if kind == "int8" else model
 
     if vit is None:
         rebuild = _rebuilder(folder, config)
-        return made(lambda: make(rebuild(backbone)), parts, folder)
-    family, shape = backbone_of(vit).family, backbone_of(vit).shape
-    if family != backbone["family"]:
-        raise DwindleError(
-            f"{folder} belongs to a {backbone['family']} model, but vit is a {family} model; pass one it fits."
-        )
-
-    def bound() -> nn.Module:
-        method = make_method()
-        method.bind(shape)
-        return nn.ModuleDict({"method": method})
-
-    made(bound, {"method": parts["method"]}, folder)  # so that the model given is touched by what fits it alone
-    with _by_config(folder):
-        return filled(make(vit), parts, folder)
+        twin = planned(lambda: make(rebuild(backbone), Static()), folder)
+        check_fit(twin.vit, parts["vit"], folder)
+        shape = twin.backbone.shape
+    else:
+        family, shape = backbone_of(vit).family, backbone_of(vit).shape
+        if family != backbone["family"]:
+            raise DwindleError(
+                f"{folder} belongs to a {backbone['family']} model, but vit is a {family} model; pass one it fits."
+            )
+    check_method(own, shape, parts["method"], folder)
+    with by_config(folder):
+        model = make(rebuild(backbone) if vit is None else vit, own())
+    return filled(model, parts, folder)
 
 
 def _rebuilder(folder: Path, config: dict[str, Any]) -> Callable[[dict[str, Any]], nn.Module]:
@@ -179,37 +178,38 @@ def _rebuilder(folder: Path, config: dict[str, Any]) -> Callable[[dict[str, Any]
     return families[backbone["family"]].rebuild
 
 
-def made(make: Callable[[], Any], parts: Mapping[str, dict[str, Tensor]], folder: Path) -> Any:
-    """The model that `make` makes by the config, filled with the weights beside it; parts: of which submodule.
+def planned(make: Callable[[], Any], folder: Path) -> Any:
+    """What `make` makes by the config, on the meta device: names and shapes without memory. What fits the weights that
+    lie beside the config is no larger than these, and may be made."""
+    with by_config(folder), torch.device("meta"):
+        return make()
 
-    On the meta device first, where it has names and shapes and no memory: nothing is made that is larger than its file.
-    """
-    with _by_config(folder):
-        with torch.device("meta"):
-            twin = make()
-        for name, weights in parts.items():
-            _check_fit(twin.get_submodule(name), plain_names(weights), folder)
-        model = make()
-    return filled(model, parts, folder)
+
+def check_method(own: Callable[[], Any], shape: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    """That the method (or router) has these weights, before memory is taken for it."""
+    with by_config(folder), torch.device("meta"):
+        method = own()
+        try:
+            method.bind(shape)
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
+            return  # it computes with tensors as it is bound: then it is made as it is
+    check_fit(method, weights, folder)
 
 
 def filled(model: Any, parts: Mapping[str, dict[str, Tensor]], folder: Path) -> Any:
+    """With these weights in its submodules of these names."""
     for name, weights in parts.items():
         fill(model.get_submodule(name), weights, folder)
     return model
 
 
-class _Unfit(DwindleError):
-    """Weights that are another model's."""
-
-
 @contextmanager
-def _by_config(folder: Path) -> Iterator[None]:
+def by_config(folder: Path) -> Iterator[None]:
     """What cannot be made is the config's fault: of this library's classes, which say so, or of another's."""
     try:
         yield
-    except _Unfit:
-        raise
     except DwindleError as error:
         reason = str(error).removesuffix(".")
         raise DwindleError(
@@ -244,7 +244,8 @@ def _own(folder: Path, config: dict[str, Any]) -> Any:
     if "readouts" not in options:  # saved when there was one, which had no name
         nameless = ("write.", "output", "head.")
         weights = {f"readouts.0.{n}" if n.startswith(nameless) else n: w for n, w in weights.items()}
-    return made(lambda: AdaPerceiver(**options), {"": weights}, folder)
+    check_fit(planned(lambda: AdaPerceiver(**options), folder), weights, folder)
+    return filled(AdaPerceiver(**options), {"": weights}, folder)
 
 
 def shipped() -> dict[str, Path]:
@@ -326,13 +327,12 @@ def plain_names(weights: dict[str, Any]) -> dict[str, Any]:
 
 def fill(module: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
     """Strict, with the first difference named. float16 is a way of storing: the module keeps its own precision."""
-    weights = plain_names(weights)
-    _check_fit(module, weights, source)
-    module.load_state_dict(weights)
+    check_fit(module, weights, source)
+    module.load_state_dict(plain_names(weights))
 
 
-def _check_fit(module: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
-    own = module.state_dict()
+def check_fit(module: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
+    own, weights = module.state_dict(), plain_names(weights)
     missing, foreign = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
     wrong = [n for n in own.keys() & weights.keys() if _outline(own[n]) != _outline(weights[n])]
     if missing or foreign or wrong:
@@ -343,7 +343,7 @@ def _check_fit(module: nn.Module, weights: dict[str, Tensor], source: Path) -> N
             if foreign
             else f"'{wrong[0]}' is {_outline(weights[wrong[0]])}, not {_outline(own[wrong[0]])}"
         )
-        raise _Unfit(
+        raise DwindleError(
             f"{source} does not fit this {type(module).__name__}: {what}; it was saved from another model or method."
         )
 

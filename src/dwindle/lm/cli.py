@@ -19,7 +19,6 @@ from ..methods.base import require
 from ..settings import Share, fitted
 from ..terminal import (
     aside,
-    claimed,
     console,
     device_for,
     finish,
@@ -76,7 +75,7 @@ def train(
     recipe = recipe if data is None else dataclasses.replace(recipe, data=data)
     out = out or Path("runs") / name
     run = LMRun(recipe, out, device=device_for(device), resume=resumes(resume, out))
-    with claimed(out), progress_bar() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("training", total=recipe.steps, completed=run.step)
 
         def tick(step: int, terms: dict[str, Any]) -> None:

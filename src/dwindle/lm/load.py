@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from ..checkpoint import LANGUAGE, find, made, read_both
+from ..checkpoint import LANGUAGE, by_config, check_fit, check_method, filled, find, planned, read_both
 from ..config import CONFIG, read_config
 from ..errors import DwindleError, unknown
 from .execute import AdaptiveLM, adapt_lm
 from .model import CharLM, LMSize
-from .routing import Router
+from .routing import Router, Static
 from .text import Vocabulary
 
 
@@ -38,11 +39,16 @@ def load_lm(source: Any, *, lm: Any = None) -> AdaptiveLM:
     if lm is None and config["saved"] == "method":
         raise DwindleError(f"{folder} does not hold its language model; pass the model it belongs to as lm=...")
 
-    def make() -> AdaptiveLM:
-        router = Router.registry[method["name"]](**method["options"])
-        return adapt_lm(_rebuild(backbone) if lm is None else lm, router)
-
-    model = made(make, parts, folder)
+    own = partial(Router.registry[method["name"]], **method["options"])
+    if lm is None:
+        twin = planned(lambda: adapt_lm(_rebuild(backbone), Static()), folder)
+        check_fit(twin.lm, parts["lm"], folder)
+    else:
+        twin = adapt_lm(lm, Static())
+    check_method(own, twin.backbone.shape, parts["method"], folder)
+    with by_config(folder):
+        model = adapt_lm(_rebuild(backbone) if lm is None else lm, own())
+    filled(model, parts, folder)
     model.extra = config.get("extra", {})
     return model.eval()
 

@@ -24,7 +24,7 @@ from ..settings import AtLeast0, Batch, Depth, Seed, Size, Whole0, Whole1, Withi
 from ..train.heap import kept_pages
 from ..train.recipe import made
 from ..train.record import Recorded, record
-from ..train.state import claim_folder, random_state, read_state, restore_random, write_metrics, write_state
+from ..train.state import Claim, random_state, read_state, restore_random, write_metrics, write_state
 from .card import write_lm_card
 from .evaluate import evaluate
 from .execute import AdaptiveLM, adapt_lm
@@ -93,7 +93,7 @@ class LMRun:
         self.given = json.loads(json.dumps(dataclasses.asdict(recipe)))
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.halves = halves(self.device, recipe.amp, recipe.cpu_amp)
-        claim_folder(self.out, resume)
+        self.claim = Claim(self.out, resume)
         self.text = (text or open_text(recipe.data)).to(self.device)  # all of it: a step waits for no copy
         check_long(self.text.train, recipe.context, self.text.name)
         check_long(self.text.val, recipe.context, self.text.name)
@@ -125,6 +125,10 @@ class LMRun:
 
     def rounds(self, tick: Callable[[int, dict[str, Tensor]], None] | None = None) -> Iterator[dict[str, float]]:
         """Train what is left to train. `tick(step, terms)` is called after every step."""
+        with self.claim:
+            yield from self._rounds(tick)
+
+    def _rounds(self, tick: Callable[[int, dict[str, Tensor]], None] | None) -> Iterator[dict[str, float]]:
         recipe, since = self.recipe, self.step
         sums: dict[str, Tensor] = {}
         begin = time.perf_counter()
