@@ -63,8 +63,8 @@ Above0 = Annotated[float, Within(0, over=True)]
 AtLeast0 = Annotated[float, Within(0)]
 Whole0 = Annotated[int, Within(0)]
 Whole1 = Annotated[int, Within(1)]
-Budget = float | str | None  # a share of the static cost, or GMACs, as '3.1G'
 Word = Annotated[str, Count(0, 64)]
+Budget = float | Word | None  # a share of the static cost, or GMACs, as '3.1G'
 # Sizes: what memory or time is taken for has an end, far beyond what anybody builds.
 Size = Annotated[int, Within(1, 1 << 16)]  # width, tokens, a side of an image
 Classes = Annotated[int, Within(1, 1 << 20)]

@@ -247,7 +247,7 @@ def evaluate(
 def task_of(model: AdaPerceiver, source: str) -> str:
     """What a dense checkpoint was trained for."""
     task = model.extra.get("recipe", {}).get("task")
-    if task not in TASKS:
+    if not isinstance(task, str) or task not in TASKS:
         raise DwindleError(
             f"{source} gives features of patches, no maps; train it for a task first (dwindle train ada_segment)."
         )

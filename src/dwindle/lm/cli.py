@@ -32,7 +32,7 @@ from ..terminal import (
 from .compare import LMCompare, LMComparison, markdown, summarised
 from .execute import AdaptiveLM
 from .figures import figures
-from .load import is_language, load_lm, vocabulary_of
+from .load import is_language, load_lm, own_text, vocabulary_of
 from .text import Vocabulary, open_text
 from .train import LMRecipe, LMRun
 
@@ -136,7 +136,7 @@ def evaluate(
 
     _only_for_images(threshold=threshold)
     model, vocabulary = _opened(checkpoint, tau)
-    name = data or model.extra["data"]["train"]
+    name = data or own_text(model)
     text = open_text(name, vocabulary)
     ask = partial(measure, model, text.test, layout=layout, batch=batch, limit=limit, name=name)
     total = limit or (len(text.test) - 1) // model.backbone.shape.context
@@ -167,7 +167,7 @@ def bench(
     model, vocabulary = _opened(checkpoint, None)
     place, ids = device_for(device), None
     try:
-        ids = open_text(data or model.extra["data"]["train"], vocabulary).val
+        ids = open_text(data or own_text(model), vocabulary).val
     except DwindleError as error:
         if data is not None:
             raise
@@ -208,7 +208,7 @@ def view(
     names = file_stems([path.stem for path in files or []])
     for i, path in enumerate(files or [None]):  # type: ignore[list-item]
         if path is None:
-            name = model.extra["data"]["train"]
+            name = own_text(model)
             ids, folder = open_text(name, vocabulary).val[:PASSAGE], out
         else:
             name, folder = path.name, out if len(names) == 1 else out / names[i]

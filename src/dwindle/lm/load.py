@@ -65,4 +65,19 @@ def vocabulary_of(model: AdaptiveLM) -> Vocabulary:
     """What the checkpoint says its numbers mean."""
     if "vocabulary" not in model.extra:
         raise DwindleError("This checkpoint does not say what its tokens mean; use it from Python, with its tokenizer.")
-    return Vocabulary(model.extra["vocabulary"])
+    characters, known = model.extra["vocabulary"], model.backbone.shape.vocabulary
+    vocabulary = Vocabulary(characters)
+    if len(vocabulary) != known or (characters and list(characters) != sorted(set(characters))):
+        raise DwindleError(
+            f"This checkpoint names {len(vocabulary)} characters, and its model knows {known}, each once and in order; "
+            "take another copy."
+        )
+    return vocabulary
+
+
+def own_text(model: AdaptiveLM) -> str:
+    """The name of the text that the checkpoint says it learnt from."""
+    name = model.extra.get("data", {}).get("train")
+    if not isinstance(name, str):
+        raise DwindleError("This checkpoint does not say what text it learnt from; name one with --data.")
+    return name
