@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,34 @@ def test_plain_weights(tmp_path):
             load_vit_weights(vit, tmp_path / name)
     with pytest.raises(dwindle.DwindleError, match="does not fit"):
         load_vit_weights(timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=3), tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_names_that_wrappers_put_before_weights(prefix, tmp_path):
+    """DistributedDataParallel's and torch.compile's; and compiled blocks', amid a name."""
+    model = build("vit", METHODS["AHT"]())
+    vit, wrapped = model.vit.state_dict(), {f"{prefix}{name}": w for name, w in model.vit.state_dict().items()}
+    compiled = {name.replace("blocks.1.", "blocks.1._orig_mod."): weight for name, weight in vit.items()}
+    told = {"epoch": 3, "args": Namespace(lr=1.0)}
+    nested = ({"state_dict": wrapped}, {"model": {"state_dict": wrapped}}, {"model_ema": compiled})
+    for held in (wrapped, *(told | one for one in nested)):
+        torch.save(held, tmp_path / "w.pth")
+        other = load_vit_weights(BACKBONES["vit"](), tmp_path / "w.pth")
+        assert all(torch.equal(value, vit[name]) for name, value in other.state_dict().items())
+    save_file(wrapped, tmp_path / "w.safetensors")
+    assert torch.equal(load_vit_weights(BACKBONES["vit"](), tmp_path / "w.safetensors").cls_token, vit["cls_token"])
+    whole = {f"{prefix}{name}": weight for name, weight in model.state_dict().items()}
+    again = dwindle.load(dwindle.save(model, tmp_path / "ck", weights=whole))
+    assert torch.equal(again(images_for(model)).logits, model(images_for(model)).logits)
+
+
+@pytest.mark.parametrize(
+    "held", [[1, 2], {"model": 3}, {1: torch.ones(1)}, torch.ones(2), {"state_dict": {"a": "b"}}, {}]
+)
+def test_a_file_that_holds_no_weights(held, tmp_path):
+    torch.save(held, tmp_path / "w.pth")
+    with pytest.raises(dwindle.DwindleError, match=r"w\.pth"):
+        load_vit_weights(BACKBONES["vit"](), tmp_path / "w.pth")
 
 
 @torch.no_grad()

@@ -35,8 +35,8 @@ def fetched(name: str, revision: str | None, names: Sequence[str]) -> Path:
         ) from error
 
 
-def answers(patience: float = PATIENCE) -> bool:
-    """Whether the Hub says anything within so many seconds; without a network the Hub's own library tries for a minute.
+def answers() -> bool:
+    """Whether the Hub says anything within PATIENCE; without a network its own library goes on trying for a minute.
 
     True where it is told to stay offline (HF_HUB_OFFLINE): then it does not ask. In a thread, as looking up a host's
     name knows no time limit.
@@ -51,12 +51,12 @@ def answers(patience: float = PATIENCE) -> bool:
     def ask() -> None:
         heard = False
         with suppress(Exception):
-            get_session().head(constants.ENDPOINT, timeout=patience)
+            get_session().head(constants.ENDPOINT, timeout=PATIENCE)
             heard = True
         said.put(heard)
 
     Thread(target=ask, daemon=True).start()
     try:
-        return said.get(timeout=patience)
+        return said.get(timeout=PATIENCE)
     except Empty:
         return False

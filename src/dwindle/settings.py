@@ -158,7 +158,7 @@ def _fit(value: Any, kind: Any, owner: str) -> Any:
         return value
     if origin in (Union, types.UnionType):
         return _fit_any(value, kind, owner)
-    if origin is Literal and any(value == choice and type(value) is type(choice) for choice in args):
+    if origin is Literal and any(type(value) is type(choice) and value == choice for choice in args):
         return value
     if origin in (tuple, list, Sequence) and isinstance(value, list | tuple | range):
         return _fit_each(value, kind, owner)
@@ -208,7 +208,7 @@ def _fit_number(value: Any, kind: type) -> Any:
     number: Any = value.item() if hasattr(value, "item") else value  # numpy's
     if not -MOST <= number <= MOST or (kind is int and abs(number) >= 1 << 63):
         raise _Unfit(f"be {WORDS[kind]}, and finite")
-    return number
+    return float(number) if abs(number) >= 1 << 63 else number  # torch takes no longer int
 
 
 def _words(kind: Any) -> str:
