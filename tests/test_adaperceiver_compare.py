@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 import dwindle
+from conftest import edit
 from dwindle import recipes
 from dwindle.adaperceiver.compare import AdaCompare, AdaComparison, markdown, summarised
 from dwindle.train.recipe import changed
@@ -97,9 +98,7 @@ def test_everything_is_made_once(places, monkeypatch):
     assert run(LINE, **places).json == done.json
     monkeypatch.undo()
     config = places["out"] / "adaptive-s0" / "config.json"
-    known = json.loads(config.read_text())
-    del known["extra"]["recipe"]["cpu_amp"]
-    config.write_text(json.dumps(known))
+    edit(config.parent, lambda known: known["extra"]["recipe"].pop("cpu_amp"))
     (folder / "policies-s0.json").unlink()
     assert run(LINE + " --only policies", **places).code == 0
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dwindle
-from conftest import BACKBONES, METHODS, build, images_for
+from conftest import BACKBONES, METHODS, build, edit, images_for
 from dwindle.adaperceiver.images import served_from
 from dwindle.card import model_card
 from dwindle.checkpoint import find, load_vit_weights, read_config, shipped
@@ -98,7 +98,7 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr("safetensors.torch.save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(dwindle.DwindleError, match="disk full"):
         dwindle.save(model, folder)
     assert (folder / "model.safetensors").read_bytes() == before and sorted(os.listdir(tmp_path)) == ["ck"]
 
@@ -108,27 +108,23 @@ def folder(tmp_path):
     return dwindle.save(build("vit", METHODS["AHT"]()), tmp_path / "ck")
 
 
-def edit(folder, **changes):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-
-
 def test_damaged_and_foreign_checkpoints(folder, tmp_path):
     def refused(message, **options):
         with pytest.raises(dwindle.DwindleError, match=message):
             dwindle.load(folder, **options)
 
     good = (folder / "config.json").read_text()
-    edit(folder, method={"name": "AHTT", "options": {}})
-    refused("did you mean 'AHT'")
-    edit(folder, method={"name": "AHT", "options": {"colour": 1}})
-    refused("does not know")
-    edit(folder, method={"name": "AViT", "options": {"target_depth": 2}})
-    refused("does not fit this AViT")
-    edit(folder, library="other")
-    refused("not written by Dwindle")
-    edit(folder, library="dwindle", format=99)
-    refused("format 99")
+    for changes, said in (
+        ({"method": {"name": "AHTT", "options": {}}}, "did you mean 'AHT'"),
+        ({"method": {"name": "AHT", "options": {"colour": 1}}}, "does not know"),
+        ({"method": {"name": "AViT", "options": {"target_depth": 2}}}, "does not fit this AViT"),
+        ({"library": "other"}, "not written by Dwindle"),
+        ({"library": "dwindle", "format": 99}, "format 99"),
+    ):
+        edit(folder, lambda config: config.update(changes))  # noqa: B023  (called at once)
+        refused(said)
+    (folder / "config.json").write_text(good.replace("0.05", "0.06"))
+    refused("changed after it was saved")
     (folder / "config.json").write_text(good[:50])
     refused("not valid JSON")
     (folder / "config.json").write_text(good)
@@ -207,6 +203,34 @@ def test_plain_weights(tmp_path):
             load_vit_weights(vit, tmp_path / name)
     with pytest.raises(dwindle.DwindleError, match="does not fit"):
         load_vit_weights(timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=3), tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_names_that_wrappers_put_before_weights(prefix, tmp_path):
+    """DistributedDataParallel's and torch.compile's; and compiled blocks', amid a name."""
+    model = build("vit", METHODS["AHT"]())
+    vit, wrapped = model.vit.state_dict(), {f"{prefix}{name}": w for name, w in model.vit.state_dict().items()}
+    compiled = {name.replace("blocks.1.", "blocks.1._orig_mod."): weight for name, weight in vit.items()}
+    told = {"epoch": 3, "args": Namespace(lr=1.0)}
+    nested = ({"state_dict": wrapped}, {"model": {"state_dict": wrapped}}, {"model_ema": compiled})
+    for held in (wrapped, *(told | one for one in nested)):
+        torch.save(held, tmp_path / "w.pth")
+        other = load_vit_weights(BACKBONES["vit"](), tmp_path / "w.pth")
+        assert all(torch.equal(value, vit[name]) for name, value in other.state_dict().items())
+    save_file(wrapped, tmp_path / "w.safetensors")
+    assert torch.equal(load_vit_weights(BACKBONES["vit"](), tmp_path / "w.safetensors").cls_token, vit["cls_token"])
+    whole = {f"{prefix}{name}": weight for name, weight in model.state_dict().items()}
+    again = dwindle.load(dwindle.save(model, tmp_path / "ck", weights=whole))
+    assert torch.equal(again(images_for(model)).logits, model(images_for(model)).logits)
+
+
+@pytest.mark.parametrize(
+    "held", [[1, 2], {"model": 3}, {1: torch.ones(1)}, torch.ones(2), {"state_dict": {"a": "b"}}, {}]
+)
+def test_a_file_that_holds_no_weights(held, tmp_path):
+    torch.save(held, tmp_path / "w.pth")
+    with pytest.raises(dwindle.DwindleError, match=r"w\.pth"):
+        load_vit_weights(BACKBONES["vit"](), tmp_path / "w.pth")
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ import typer
 from PIL import Image
 
 import dwindle
+from conftest import edit
 from dwindle.cli import app, main
 
 TINY = "--set model=test_vit --set method.stages=(2,4) --set epochs=2 --set batch=4 --device cpu"  # 6 blocks, 64 wide
@@ -458,10 +459,12 @@ BAD = {
 }
 
 BAD_SETTINGS = """
-nonsense: key=value | epoch=3: 'epochs' | epochs=abc: int | epochs=True: int | epochs=none: epochs | epochs=0: epochs
+nonsense: key=value | epoch=3: 'epochs' | epochs=abc: whole number | epochs=True: whole number | epochs=none: epochs
+epochs=0: epochs | image_size=1.5: image_size | lr=nan: lr | lr=1e999: lr | batch=[4]: batch | batch=10**9: batch
 batch=0: batch | lr=-1: lr | seed=-1: seed | workers=-1: workers | smoothing=2: smoothing | min_scale=-1: min_scale
-image_size=33: 33 | augment=nonsense: nonsense | weights=none.pth: none.pth | weights=5: weights | teacher=5: teacher
-teacher=statc: teacher = statc | model=test_vt: 'test_vit' | model=resnet18: resnet | method=AHTT: 'AHT'
+image_size=33: 33 | image_size=-5: image_size | augment=nonsense: nonsense | weights=none.pth: none.pth
+weights=5: weights | teacher=5: teacher | model=test_vt: 'test_vit'
+teacher=statc: teacher = statc | model=resnet18: resnet | method=AHTT: 'AHT'
 method.budgt=1: 'budget' | method.budget=2: budget | method.stages=(0,3): 1..5 | method.stages=(3,6): 1..5
 method.stages=3: stages | method.threshold=0: threshold | method.threshold=abc: threshold | method.neuron=9999: neuron
 """
@@ -499,9 +502,7 @@ DAMAGE = {  # of config.json, and what the message must name
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_config(damage, places, here):
     copy_checkpoint(places["run"], here / "bad")
-    config = json.loads(Path("bad/config.json").read_text())
-    DAMAGE[damage][0](config)
-    Path("bad/config.json").write_text(json.dumps(config))
+    edit(here / "bad", DAMAGE[damage][0])
     refused(run("eval bad --data {data} --workers 0", **places), DAMAGE[damage][1])
 
 

@@ -319,7 +319,7 @@ def test_training_compiles_without_graph_breaks(name):
         (lambda: Confidence(supervision="uniforn"), "did you mean 'uniform'"),
         (lambda: build("vit", Confidence(min_depth=0)), r"min_depth = 0: this backbone has blocks 1..4"),
         (lambda: Similarity(threshold=-0.1), "threshold = -0.1"),
-        (lambda: Similarity(kind="lpips"), "Unknown kind of similarity 'lpips'.*cosine, mse"),
+        (lambda: Similarity(kind="lpips"), "Unknown kind 'lpips'.*cosine, mse"),
         (lambda: Similarity(supervision="lin"), "supervision"),
         (lambda: build("vit", Similarity(min_depth=1)), "from block 2 on"),
         (lambda: Shallow(0), "depth = 0"),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import socket
+import time
+from threading import Thread
 
 import pytest
 import torch
 
 import dwindle
 from conftest import METHODS, build, images_for
+from dwindle import download
 from dwindle.hub import push_to_hub
 
 
@@ -70,3 +74,51 @@ def test_bad_names_and_no_network(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", offline)
     with pytest.raises(dwindle.DwindleError, match="could not be written"):
         push_to_hub(model, "me/model")
+
+
+@pytest.fixture
+def online(monkeypatch):
+    """As outside of tests, where the Hub's library asks; with the Hub at an address of this machine."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return lambda port: monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+
+
+def test_without_a_network_it_is_said_soon(online, monkeypatch):
+    """Nobody there, and one who takes the call and says nothing."""
+    monkeypatch.setattr(download, "PATIENCE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for port in (9, silent.getsockname()[1]):
+            online(port)
+            begin = time.monotonic()
+            with pytest.raises(dwindle.DwindleError, match=r"could not be fetched from the Hub \(it does not answer"):
+                dwindle.load("nobody/nothing")
+            assert time.monotonic() - begin < 3
+
+
+def test_what_was_fetched_before_needs_no_network(online, monkeypatch, tmp_path):
+    dwindle.save(build("vit", METHODS["Static"]()), tmp_path / "me" / "static")
+    asked = {}
+
+    def snapshot_download(name, **options):
+        asked.update(options)
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    online(9)
+    dwindle.load("me/static")
+    assert asked["local_files_only"] is True
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        online(hub.getsockname()[1])
+        Thread(target=answer_once, args=(hub,), daemon=True).start()
+        asked.clear()
+        dwindle.load("me/static", revision="v1")
+    assert "local_files_only" not in asked and asked["revision"] == "v1"
+
+
+def answer_once(server: socket.socket) -> None:
+    caller, _ = server.accept()
+    caller.recv(4096)
+    caller.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+    caller.close()

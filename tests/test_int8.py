@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import dwindle
-from conftest import BACKBONES, METHODS, build, images_for
+from conftest import BACKBONES, METHODS, build, edit, images_for
 from dwindle.bench import bench, forced_depths
 from dwindle.export import check_images, export
 from dwindle.int8 import Int8Linear, is_int8, likeness, quantize
@@ -119,11 +117,10 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(dwindle.DwindleError, match="int8"):
         export(small, "torch-export", tmp_path / "x.pt2")
     folder = dwindle.save(small, tmp_path / "small")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"weights": "int3"}))
+    edit(folder, lambda config: config.update(weights="int3"))
     with pytest.raises(dwindle.DwindleError, match="int3"):
         dwindle.load(folder)
-    (folder / "config.json").write_text(json.dumps(config))
+    edit(folder, lambda config: (config.update(weights="int8"), config.pop("weights_sha256")))
     weights = load_file(folder / "model.safetensors")
     save_file({n: w.float() for n, w in weights.items()}, folder / "model.safetensors")
     with pytest.raises(dwindle.DwindleError, match=r"not .* int8"):

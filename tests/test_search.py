@@ -151,8 +151,8 @@ def test_search_refuses(optuna, data, tmp_path, monkeypatch):
         ({"space": {}}, "empty"),
         ({"space": {"method.lambda_p": (0.0, 1.0)}}, "logarithmic"),
         ({"space": {"method.lambda_q": (0.1, 1.0)}}, "did you mean 'lambda_"),
-        ({"space": {"method.neuron": (1, 4)}}, "neuron is int"),
-        ({"space": {"epochs": (1, 4)}}, "epochs is int"),
+        ({"space": {"method.neuron": (1, 4)}}, "neuron = 1.0: it must be a whole number"),
+        ({"space": {"epochs": (1, 4)}}, "epochs = .*: it must be a whole number"),
         ({"space": {"epoch": (1, 4)}}, "did you mean 'epochs'"),
         ({"holdout": 1.5}, "Cannot hold out 1.5"),
     ):

@@ -139,8 +139,8 @@ def test_settings_from_the_command_line():
     assert isinstance(recipe.make_method(), dwindle.AHT)
     for settings, message in (
         (["epoch=7"], "did you mean 'epochs'"),
-        (["epochs=many"], "epochs is int"),
-        (["amp=3"], "amp is bool"),
+        (["epochs=many"], "epochs = 'many': it must be a whole number"),
+        (["amp=3"], "amp = 3: it must be true or false"),
         (["epochs"], "key=value"),
     ):
         with pytest.raises(dwindle.DwindleError, match=message):

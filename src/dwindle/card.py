@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ def model_card(config: dict[str, Any], name: str) -> str:
     """From a checkpoint's config alone."""
     extra, method = config.get("extra", {}), config["method"]
     recipe, results, data = extra.get("recipe", {}), extra.get("results", {}), extra.get("data", {})
+    measured = [results.get(name) for name in ("top1", "top5", "gmacs", "gmacs_static", "images")]
+    tabled = all(isinstance(value, int | float) and math.isfinite(value) for value in measured) and measured[3]
     backbone = config["backbone"]["model"] or "a vision transformer"
     lines = [
         "---",
@@ -36,7 +39,7 @@ def model_card(config: dict[str, Any], name: str) -> str:
         "```",
         "",
     ]
-    if "top5" in results:
+    if tabled:
         share = results["gmacs"] / results["gmacs_static"]
         lines += [
             "| top-1 | top-5 | GMACs | of static | images | layout |",
@@ -46,13 +49,13 @@ def model_card(config: dict[str, Any], name: str) -> str:
             "",
         ]
     notes = {
-        "Data": ", ".join(f"{part}: {Path(where).name}" for part, where in data.items()),
+        "Data": ", ".join(f"{part}: {Path(str(where)).name}" for part, where in data.items()),
         "Measured on": extra.get("measured_on"),
         "Command": extra.get("command"),
         "Licence": extra.get("licence"),
         "Note": extra.get("note"),
     }
-    settings = {"Results": {} if "top5" in results else results, "Method": method["options"], "Recipe": recipe}
+    settings = {"Results": {} if tabled else results, "Method": method["options"], "Recipe": recipe}
     return "\n".join([*lines, *closing(notes, settings)])
 
 

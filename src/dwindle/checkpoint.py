@@ -9,30 +9,33 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
 
 from .backbones.base import Backbone, backbone_of
-from .errors import DwindleError, unknown
-from .files import write_weights
+from .config import CONFIG, FORMAT, OTHER_VERSION, SAVED, check_extra, read_config, signed
+from .download import fetched, is_hub_id
+from .errors import DwindleError, brief, unknown
+from .files import put_weights, scratch
 from .int8 import is_int8, to_int8
 from .methods import Method
+from .methods.static import Static
 from .model import AdaptiveViT, adapt
 
 if TYPE_CHECKING:
     from .adaperceiver import AdaPerceiver
 
-CONFIG, WEIGHTS, FORMAT = "config.json", "model.safetensors", 1
+WEIGHTS = "model.safetensors"
 LANGUAGE = ("charlm", "hf_lm")  # families of language models
 WEIGHT_KINDS = ("float", "int8")
-OTHER_VERSION = "update dwindle, or take another copy"  # of a checkpoint that makes no sense here
 OWN = "adaperceiver"  # the family of networks that are no conversion
 
 
@@ -55,31 +58,32 @@ def save(
     folder = Path(folder)
     if folder.is_file():
         raise DwindleError(f"{folder} is a file; a checkpoint is a folder, so give the name of a new one.")
-    if what not in ("all", "method"):
-        raise unknown("choice of what to save", what, ("all", "method"))
-    config = {
+    if what not in SAVED:
+        raise unknown("choice of what to save", what, SAVED)
+    config: dict[str, Any] = {
         "format": FORMAT,
         "library": "dwindle",
         **_described(model),
         "saved": what,
         "extra": {**getattr(model, "extra", {}), **(extra or {})},
     }
-    state = model.state_dict() if weights is None else weights
+    check_extra(config["extra"])
+    state = plain_names(model.state_dict() if weights is None else weights)
     chosen = {name: value for name, value in state.items() if what == "all" or name.startswith("method.")}
     stored = {name.removeprefix("vit."): _storable(value, half) for name, value in chosen.items()}
-
-    config["id"] = hashlib.sha256(json.dumps(config).encode()).hexdigest()  # which config and weights belong together
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = folder.parent / f".{folder.name}-{uuid4().hex}"
-    scratch.mkdir()
-    try:
-        (scratch / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        write_weights(scratch / WEIGHTS, stored, metadata={"format": "pt", "id": config["id"]})
-        _swap_in(scratch, folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    signed(config)  # what is no JSON is refused before anything is written
+    with scratch(folder) as place:
+        place.mkdir()
+        put_weights(place / WEIGHTS, stored, {"format": "pt"})
+        config = signed(config | {"weights_sha256": _sha256(place / WEIGHTS)})
+        (place / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        _swap_in(place, folder)
     return folder
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _described(model: Any) -> dict[str, Any]:
@@ -100,13 +104,13 @@ def _described(model: Any) -> dict[str, Any]:
     return config | ({"weights": "int8"} if is_int8(model) else {})
 
 
-def _swap_in(scratch: Path, folder: Path) -> None:
-    """Put `scratch` in the place of `folder`, keeping other files that lie there."""
+def _swap_in(made: Path, folder: Path) -> None:
+    """Put the folder `made` in the place of `folder`, keeping other files that lie there."""
     if not folder.exists():
-        scratch.rename(folder)
+        made.rename(folder)
         return
     for name in (WEIGHTS, CONFIG):  # the weights first: a config never stands beside weights older than itself
-        os.replace(scratch / name, folder / name)
+        os.replace(made / name, folder / name)
 
 
 def _storable(value: Tensor, half: bool) -> Tensor:
@@ -123,50 +127,106 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
     """
     folder = find(source, revision)
     config = read_config(folder)
-    backbone, method = config["backbone"], config["method"]
-    if backbone["family"] in LANGUAGE:
+    if config["backbone"]["family"] in LANGUAGE:
         from .lm.load import load_lm
 
         return load_lm(folder, lm=vit)  # type: ignore[return-value]  # an AdaptiveLM: lm/ stands beside the ViTs
-    if backbone["family"] == OWN:
-        return _own(folder, config)
+    model = _own(folder, config) if config["backbone"]["family"] == OWN else _adapted(folder, config, vit)
+    model.extra = config.get("extra", {})
+    return model.eval()
+
+
+def _adapted(folder: Path, config: dict[str, Any], vit: nn.Module | None) -> Any:
+    """A vision transformer with its method."""
+    backbone, method, kind = config["backbone"], config["method"], config.get("weights", "float")
     if method["name"] not in Method.registry:
         raise unknown("method", method["name"], Method.registry, hint=f"{folder / CONFIG} was saved with it")
+    if kind not in WEIGHT_KINDS:
+        raise unknown("kind of weights", kind, WEIGHT_KINDS, hint=f"{folder / CONFIG} names it")
     weights = read_both(folder, config)
-    if vit is None:
-        if config["saved"] == "method" or backbone["options"] is None:
-            raise DwindleError(
-                f"{folder} does not hold its {backbone['family']} backbone; pass the model it belongs to as vit=..."
-            )
-        families = {family.family: family for family in _families()}
-        if backbone["family"] not in families:
-            raise unknown("backbone family", backbone["family"], families)
-        try:
-            vit = families[backbone["family"]].rebuild(backbone)
-        except (TypeError, RuntimeError, AssertionError) as error:
-            described = f"{folder / CONFIG} describes a {backbone['model']}"
-            raise DwindleError(f"{described} that cannot be built ({error}); {OTHER_VERSION}.") from error
-    elif (family := backbone_of(vit).family) != backbone["family"]:
-        raise DwindleError(
-            f"{folder} belongs to a {backbone['family']} model, but vit is a {family} model; pass one it fits."
-        )
-
-    try:
-        model = adapt(vit, Method.registry[method["name"]].from_config(as_options(method["options"])))
-    except TypeError as error:
-        raise DwindleError(
-            f"{folder / CONFIG} has settings this version's {method['name']} does not know ({error}); {OTHER_VERSION}."
-        ) from error
-    if config.get("weights", "float") not in WEIGHT_KINDS:
-        raise unknown("kind of weights", config["weights"], WEIGHT_KINDS, hint=f"{folder / CONFIG} names it")
-    if config.get("weights") == "int8":
-        to_int8(model)
-    fill(model.method, {n.removeprefix("method."): w for n, w in weights.items() if n.startswith("method.")}, folder)
+    parts = {"method": {n.removeprefix("method."): w for n, w in weights.items() if n.startswith("method.")}}
     if config["saved"] == "all":
-        fill(model.vit, {n: w for n, w in weights.items() if not n.startswith("method.")}, folder)
-    model.extra = config.get("extra", {})  # type: ignore[assignment]
-    model.method.trained = model.method.held = bool(method.get("trained", True))
-    return model.eval()
+        parts["vit"] = {n: w for n, w in weights.items() if not n.startswith("method.")}
+    own = partial(Method.registry[method["name"]].from_config, method["options"])
+
+    def make(vit: nn.Module, method: Method) -> AdaptiveViT:
+        model = adapt(vit, method)
+        return to_int8(model) if kind == "int8" else model
+
+    if vit is None:
+        rebuild = _rebuilder(folder, config)
+        twin = planned(lambda: make(rebuild(backbone), Static()), folder)
+        check_fit(twin.vit, parts["vit"], folder)
+        shape = twin.backbone.shape
+    else:
+        family, shape = backbone_of(vit).family, backbone_of(vit).shape
+        if family != backbone["family"]:
+            raise DwindleError(
+                f"{folder} belongs to a {backbone['family']} model, but vit is a {family} model; pass one it fits."
+            )
+    check_method(own, shape, parts["method"], folder)
+    with by_config(folder):
+        model = make(rebuild(backbone) if vit is None else vit, own())
+    model.method.trained = model.method.held = method.get("trained", True)
+    return filled(model, parts, folder)
+
+
+def _rebuilder(folder: Path, config: dict[str, Any]) -> Callable[[dict[str, Any]], nn.Module]:
+    backbone = config["backbone"]
+    if config["saved"] == "method" or backbone["options"] is None:
+        raise DwindleError(
+            f"{folder} does not hold its {backbone['family']} backbone; pass the model it belongs to as vit=..."
+        )
+    families = {family.family: family for family in _families()}
+    if backbone["family"] not in families:
+        raise unknown("backbone family", backbone["family"], families)
+    return families[backbone["family"]].rebuild
+
+
+def planned(make: Callable[[], Any], folder: Path) -> Any:
+    """What `make` makes by the config, on the meta device: names and shapes without memory. What fits the weights that
+    lie beside the config is no larger than these, and may be made."""
+    with by_config(folder), torch.device("meta"):
+        return make()
+
+
+def check_method(own: Callable[[], Any], shape: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    """That the method (or router) has these weights, before memory is taken for it."""
+    with by_config(folder), torch.device("meta"):
+        method = own()
+        try:
+            method.bind(shape)
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
+            return  # it computes with tensors as it is bound: then it is made as it is
+    check_fit(method, weights, folder)
+
+
+def filled(model: Any, parts: Mapping[str, dict[str, Tensor]], folder: Path) -> Any:
+    """With these weights in its submodules of these names."""
+    for name, weights in parts.items():
+        fill(model.get_submodule(name), weights, folder)
+    return model
+
+
+@contextmanager
+def by_config(folder: Path) -> Iterator[None]:
+    """What cannot be made is the config's fault: of this library's classes, which say so, or of another's."""
+    try:
+        yield
+    except DwindleError as error:
+        reason = str(error).removesuffix(".")
+        raise DwindleError(
+            f"{folder / CONFIG} has settings this version does not know, so that it cannot be built ({reason}); "
+            f"{OTHER_VERSION}."
+        ) from error
+    except Exception as error:  # a backbone's own constructor may raise anything
+        reason = str(error).partition("\n")[0][:200]
+        raise DwindleError(
+            f"{folder / CONFIG} describes a model that cannot be built ({type(error).__name__}: {reason}); "
+            f"{OTHER_VERSION}."
+        ) from error
 
 
 def load_halting(source: str | os.PathLike) -> AdaptiveViT:
@@ -185,20 +245,12 @@ def _own(folder: Path, config: dict[str, Any]) -> Any:
     """An AdaPerceiver. Typed Any, as callers that take either kind ask which it is."""
     from .adaperceiver import AdaPerceiver
 
-    options, weights = as_options(config["backbone"]["options"]), read_both(folder, config)
-    try:
-        model = AdaPerceiver(**options)
-    except (TypeError, DwindleError) as error:
-        reason = str(error).removesuffix(".")
-        raise DwindleError(
-            f"{folder / CONFIG} has settings this version does not know ({reason}); {OTHER_VERSION}."
-        ) from error
+    options, weights = config["backbone"]["options"] or {}, read_both(folder, config)
     if "readouts" not in options:  # saved when there was one, which had no name
         nameless = ("write.", "output", "head.")
         weights = {f"readouts.0.{n}" if n.startswith(nameless) else n: w for n, w in weights.items()}
-    fill(model, weights, folder)
-    model.extra = config.get("extra", {})
-    return model.eval()
+    check_fit(planned(lambda: AdaPerceiver(**options), folder), weights, folder)
+    return filled(AdaPerceiver(**options), {"": weights}, folder)
 
 
 def shipped() -> dict[str, Path]:
@@ -216,17 +268,9 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
         return shipped()[name]
     if Path(name).exists():
         raise DwindleError(f"{name} is a file; a checkpoint is a folder holding {CONFIG} and {WEIGHTS}.")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "/")):
+    if not is_hub_id(name):
         raise unknown("checkpoint", name, shipped(), hint="give a folder, a shipped name or a Hub id (owner/name)")
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[CONFIG, WEIGHTS]))
-    except Exception as error:
-        raise DwindleError(
-            f"'{name}' is no folder here and could not be fetched from the Hub ({type(error).__name__}); check the "
-            "name, the network, or give a local folder."
-        ) from error
+    return fetched(name, revision, [CONFIG, WEIGHTS])
 
 
 def family_of(name: str) -> str | None:
@@ -235,84 +279,86 @@ def family_of(name: str) -> str | None:
     return read_config(find(name))["backbone"]["family"] if there else None
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    if not path.is_file():
-        raise DwindleError(
-            f"{folder} holds no {CONFIG}, so it is no Dwindle checkpoint; make one with dwindle.save(model, folder)."
-        )
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise DwindleError(
-            f"{path} is not valid JSON ({error}); the checkpoint is damaged, take another copy."
-        ) from error
-    if not isinstance(config, dict) or config.get("library") != "dwindle":
-        raise DwindleError(f"{path} was not written by Dwindle; adapt the model it describes and save that.")
-    if config.get("format") != FORMAT:
-        raise DwindleError(f"{path} has format {config.get('format')}, this version reads {FORMAT}; update dwindle.")
-    parts = (("backbone", ("family", "model", "options")), ("method", ("name", "options")))
-    if "saved" not in config or any(name not in (config.get(part) or {}) for part, names in parts for name in names):
-        raise DwindleError(f"{path} lacks what describes the model; the checkpoint is damaged, take another copy.")
-    return config
-
-
 def read_both(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
     """The weights that were saved with this config."""
     from safetensors import safe_open
 
-    weights = read_weights(folder / WEIGHTS)
-    with safe_open(folder / WEIGHTS, "pt") as file:
-        saved = (file.metadata() or {}).get("id")
-    if saved is not None and saved != config.get("id"):
-        raise DwindleError(
-            f"{folder} holds {CONFIG} and {WEIGHTS} of two different models, since saving one over the other was cut "
-            "short; save it again, or take another copy."
-        )
+    weights = read_weights(folder / WEIGHTS, config.get("weights_sha256"))
+    if "weights_sha256" not in config:  # of before there were any, both name the same id, or neither one
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            saved = (file.metadata() or {}).get("id")
+        if saved is not None and saved != config.get("id"):
+            raise DwindleError(
+                f"{folder} holds {CONFIG} and {WEIGHTS} of two different models, since saving one over the other was "
+                "cut short; save it again, or take another copy."
+            )
     return weights
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
+def read_weights(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
+    """By name. sha256: what the file's bytes must have."""
     from safetensors.torch import load_file
 
     if not path.is_file():
         raise DwindleError(f"{path} is missing; check the path, or take another copy of the checkpoint.")
     try:
-        return load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
+        with path.open("rb") as file:
+            if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                raise DwindleError(
+                    f"{path} is not the file that {CONFIG} beside it was saved with: it is damaged or truncated, or "
+                    "they are of two different models, as saving one over the other was cut short or is going on; "
+                    "load it again, take another copy, or save the model again."
+                )
+            weights = load_file(path)
+            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                raise DwindleError(f"{path} was replaced while it was read; load it again.")
+    except DwindleError:
+        raise
+    except Exception as error:  # the header may hold anything
         raise DwindleError(
-            f"{path} cannot be read ({error}): it is truncated or no safetensors file; take another copy."
+            f"{path} cannot be read ({type(error).__name__}: {str(error)[:200]}): it is truncated or no safetensors "
+            "file; take another copy."
         ) from error
+    return plain_names(weights)
 
 
-def fill(module: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+def plain_names(weights: dict[str, Any]) -> dict[str, Any]:
+    """Without what DistributedDataParallel and torch.compile put before the names of what they wrap."""
+    names = [name.replace("_orig_mod.", "") for name in weights]
+    while names and all(name.startswith("module.") for name in names):
+        names = [name.removeprefix("module.") for name in names]
+    return dict(zip(names, weights.values()))
+
+
+def fill(module: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
     """Strict, with the first difference named. float16 is a way of storing: the module keeps its own precision."""
-    own = module.state_dict()
+    check_fit(module, weights, source)
+    module.load_state_dict(plain_names(weights))
+
+
+def check_fit(module: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
+    own, weights = module.state_dict(), plain_names(weights)
     missing, foreign = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
     wrong = [n for n in own.keys() & weights.keys() if _outline(own[n]) != _outline(weights[n])]
     if missing or foreign or wrong:
         what = (
             f"'{missing[0]}' is missing"
             if missing
-            else f"'{foreign[0]}' is not part of it"
+            else f"{brief(foreign[0])} is not part of it"
             if foreign
             else f"'{wrong[0]}' is {_outline(weights[wrong[0]])}, not {_outline(own[wrong[0]])}"
         )
         raise DwindleError(
-            f"{folder} does not fit this {type(module).__name__}: {what}; it was saved from another model or method."
+            f"{source} does not fit this {type(module).__name__}: {what}; it was saved from another model or method."
         )
-    module.load_state_dict(weights)
 
 
-def _outline(weight: Tensor) -> str:
-    """Its shape; and that it is int8, where it is."""
-    return f"{tuple(weight.shape)}{' int8' if weight.dtype == torch.int8 else ''}"
-
-
-def as_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Constructor arguments from JSON, which knows no tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+def _outline(weight: Any) -> str:
+    """Its shape; and its type, where that is no way of storing the same numbers."""
+    if not isinstance(weight, Tensor):
+        return type(weight).__name__
+    kind = "" if weight.is_floating_point() else f" {weight.dtype}".replace("torch.", "")
+    return f"{tuple(weight.shape)}{kind}"
 
 
 def _families() -> list[type[Backbone]]:
@@ -321,20 +367,30 @@ def _families() -> list[type[Backbone]]:
     return Backbone.families
 
 
+NESTED = ("model", "state_dict", "model_state_dict", "model_ema", "state_dict_ema")  # where training codes put them
+
+
 def load_vit_weights(vit: nn.Module, path: str | os.PathLike) -> nn.Module:
     """Plain ViT weights from .safetensors, or from a legacy .pth without running code from it."""
     path = Path(path)
-    if path.suffix == ".safetensors":
-        weights = read_weights(path)
-    else:
-        if not path.is_file():
-            raise DwindleError(f"{path} does not exist; give a .safetensors or .pth file of weights.")
-        try:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise DwindleError(
-                f"{path} cannot be read as plain weights ({type(error).__name__}); convert it to safetensors."
-            ) from error
-        weights = weights.get("model", weights.get("state_dict", weights))
+    weights = read_weights(path) if path.suffix == ".safetensors" else _read_pickled(path)
     fill(vit, weights, path)
     return vit
+
+
+def _read_pickled(path: Path) -> dict[str, Any]:
+    """The weights of a .pth, wherever in it the training code put them; nothing of it is run."""
+    if not path.is_file():
+        raise DwindleError(f"{path} does not exist; give a .safetensors or .pth file of weights.")
+    try:
+        with torch.serialization.safe_globals([Namespace]):  # the arguments of a training script: plain values
+            held = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise DwindleError(
+            f"{path} cannot be read as plain weights ({type(error).__name__}); convert it to safetensors."
+        ) from error
+    while isinstance(held, dict) and (inner := next((n for n in NESTED if isinstance(held.get(n), dict)), None)):
+        held = held[inner]
+    if not isinstance(held, dict) or not all(isinstance(name, str) for name in held):
+        raise DwindleError(f"{path} holds a {type(held).__name__}, not weights by name; give a model's state_dict().")
+    return held

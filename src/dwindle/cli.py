@@ -18,7 +18,6 @@ from .terminal import (
     OptionalData,
     Tau,
     aside,
-    claimed,
     console,
     device_for,
     evaluated,
@@ -124,7 +123,7 @@ def train(
     begin, resume = settings.runner(), resumes(resume, out)
     run = begin(settings, data, out, eval_data=eval_data, device=device_for(device), resume=resume, limit=limit)
     speaks = ranks.rank() == 0  # of several processes one
-    with claimed(out), progress_bar(speaks) as bar:
+    with progress_bar(speaks) as bar:
         task = bar.add_task("training", total=settings.epochs * run.steps_per_epoch, completed=run.step)
 
         def tick(step: int, steps: int, terms: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ def keep_for(
     def cost(keep: float) -> float:
         patches, total = float(shape.tokens() - shape.prefix), fixed_macs(shape)
         for depth in range(shape.blocks):
-            tokens = torch.tensor(shape.prefix + patches, dtype=torch.float64)
+            tokens = torch.tensor(shape.prefix + patches, dtype=torch.float64, device="cpu")
             total += float(block_macs(shape, tokens) + macs(tokens, depth))
             if depth + 1 in stages:
                 patches = min(patches, keep * patches + extra)

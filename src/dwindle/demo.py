@@ -88,4 +88,4 @@ def class_names(model: AdaptiveViT) -> list[str] | None:
 
         info = ImageNetInfo()
         names = [info.index_to_description(i).split(",")[0] for i in range(1000)]
-    return names
+    return names and names + [f"class {i}" for i in range(len(names), model.backbone.shape.classes)]

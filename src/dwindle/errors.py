@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+from typing import Any
+
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, 80, 80, 40
 
 
 class DwindleError(ValueError):
     """A mistake in the input. The command line prints its message and exits with code 2."""
 
 
-def unknown(kind: str, given: str, known: Iterable[str], hint: str = "") -> DwindleError:
+def brief(value: Any) -> str:
+    """Any value in a few words, however large or deep it is."""
+    try:
+        return _short.repr(value)
+    except ValueError:  # an int of more digits than Python writes
+        return f"one {type(value).__name__} of very many digits"
+
+
+def unknown(kind: str, given: Any, known: Iterable[str], hint: str = "") -> DwindleError:
     """An unknown name, with the nearest known one suggested."""
-    known, given = sorted(known), str(given)
-    close = difflib.get_close_matches(given.lower(), [k.lower() for k in known], n=1, cutoff=0.5)
+    known, name = sorted(known), _printable(str(given))
+    close = difflib.get_close_matches(name.lower(), [k.lower() for k in known], n=1, cutoff=0.5)
     guess = next((k for k in known if close and k.lower() == close[0]), None)
     nearest = f" (did you mean '{guess}'?)" if guess else ""
     listing = f"; known: {', '.join(known)}" if len(known) <= 40 else ""
-    return DwindleError(f"Unknown {kind} '{given}'{nearest}{listing}{'; ' + hint if hint else ''}.")
+    return DwindleError(f"Unknown {kind} '{name}'{nearest}{listing}{'; ' + hint if hint else ''}.")
+
+
+def _printable(name: str, most: int = 200) -> str:
+    cut = name if len(name) <= most else name[:most] + "..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)

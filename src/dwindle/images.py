@@ -7,14 +7,15 @@ import io
 import math
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from .errors import DwindleError, unknown
+from .errors import DwindleError, brief, unknown
+from .settings import Above0, ImageSize, Within, check_fields
 
 if TYPE_CHECKING:
     from .model import AdaptiveViT
@@ -108,19 +109,14 @@ def _down_first(image: Image.Image, *targets: tuple[int, int]) -> bool:
 class Preprocess:
     """How a model wants its images. Saved beside it."""
 
-    size: int = 224
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)
-    interpolation: str = "bicubic"
-    crop_pct: float = 0.875
+    size: ImageSize = 224
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[Above0, Above0, Above0] = (0.229, 0.224, 0.225)
+    interpolation: Literal["bicubic", "bilinear", "lanczos", "nearest"] = "bicubic"
+    crop_pct: Annotated[float, Within(0.1, 1)] = 0.875  # the image is resized to size / crop_pct, which has an end
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mean", tuple(self.mean))  # JSON gives lists
-        object.__setattr__(self, "std", tuple(self.std))
-        if self.interpolation not in (known := ("bicubic", "bilinear", "lanczos", "nearest")):
-            raise unknown("interpolation", self.interpolation, known)
-        if self.size < 1 or not 0 < self.crop_pct <= 1:
-            raise DwindleError(f"{self} needs a size above 0 and a crop_pct above 0 and up to 1.")
+        check_fields(self)
 
     @classmethod
     def of(cls, vit: Any) -> Preprocess:
@@ -137,7 +133,7 @@ class Preprocess:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Preprocess:
         if not isinstance(values, dict):
-            raise DwindleError(f"preprocess is {values!r}, not settings by name; the checkpoint is damaged.")
+            raise DwindleError(f"preprocess is {brief(values)}, not settings by name; the checkpoint is damaged.")
         known = [f.name for f in dataclasses.fields(cls)]
         if wrong := [key for key in values if key not in known]:
             raise unknown("preprocess setting", wrong[0], known)

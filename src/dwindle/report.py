@@ -102,7 +102,7 @@ def report(
 def _own_data(model: AdaptiveViT, folder: Path) -> str:
     known = getattr(model, "extra", {}).get("data")
     name = (known.get("eval") or known.get("train")) if isinstance(known, dict) else None
-    if not name:
+    if not isinstance(name, str):
         raise DwindleError(f"{folder} does not say what it was evaluated on; name the data with --data.")
     return name
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +19,6 @@ from .errors import DwindleError, unknown
 from .files import shown
 
 console, aside = Console(highlight=False, emoji=False), Console(stderr=True, highlight=False, emoji=False)
-BEGUN = ".begun"  # in the folder of a run that has not ended
 
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint folder, a shipped name, or a Hub id.")]
 Data = Annotated[
@@ -144,29 +142,13 @@ def only_for(kind: str, **given: Any) -> None:
 
 def resumes(asked: bool, out: Path) -> bool:
     """Whether there is something to go on with. A run killed before its first save begins again, to the same end."""
-    from .train.state import STATE
+    from .train.state import BEGUN, STATE
 
     there = {path.name for path in out.iterdir()} if out.is_dir() else {STATE}
     begun = STATE not in there and (BEGUN in there or not there)
     if asked and begun:
         aside.print(f"{plain(str(out))} holds nothing saved yet: from the start.", soft_wrap=True)
     return asked and not begun
-
-
-@contextmanager
-def claimed(out: Path) -> Iterator[None]:
-    """A run's folder, marked before its first save, so that --resume knows one that was killed by then; where the run
-    is refused instead, an empty one is gone again."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / BEGUN).touch()
-    try:
-        yield
-    except DwindleError:
-        (out / BEGUN).unlink(missing_ok=True)
-        with suppress(OSError):
-            out.rmdir()
-        raise
-    (out / BEGUN).unlink(missing_ok=True)
 
 
 def numbers(option: str, text: str, kind: Any) -> list[Any]:

@@ -236,7 +236,7 @@ def view(checkpoint: str, paths: Sequence[Path], out: Path, device: str | None) 
     for path, photo, stem in zip(paths, photos, file_stems([path.stem for path in paths])):
         chances = model.every(prepare.eval_transform()(photo)[None].to(place))[:, :, 0].softmax(-1)  # (L, G, classes)
         confidence, best = (value.item() for value in chances[-1, -1].max(-1))
-        label = names[best] if names else best
+        label = names[best] if names and best < len(names) else best
         sure = chances[..., best].cpu()
         agreeing = int((chances[:, -1].argmax(-1) == best).long().flip(0).cumprod(0).sum())  # of the last blocks
         rows.append(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from ..train.data import EXTENSIONS, Images
 from ..train.data import limit as first
 from .images import preprocess_for
 from .model import AdaPerceiver
-from .recipe import AdaRecipe
+from .recipe import AdaRecipe, Three
 from .train import AdaRun
 
 TASKS = {"segmentation": "masks", "depth": "depths"}
@@ -157,13 +157,11 @@ def _places(folder: Path, split: str, task: str) -> tuple[Path, Path, bool]:
 class DenseRecipe(AdaRecipe):
     """Token loss only (D.3, D.4). task: 'segmentation', or 'depth'."""
 
-    task: str = "segmentation"
-    stages: tuple = (1.0, 0.0, 0.0)
+    task: Literal["segmentation", "depth"] = "segmentation"
+    stages: Three = (1.0, 0.0, 0.0)
 
     def check(self) -> None:
         super().check()
-        if self.task not in TASKS:
-            raise unknown("task", self.task, TASKS)
         if self.teacher is not None or self.mixup or self.cutmix:
             raise DwindleError("Dense prediction learns from its masks alone; leave teacher, mixup and cutmix out.")
 
@@ -249,7 +247,7 @@ def evaluate(
 def task_of(model: AdaPerceiver, source: str) -> str:
     """What a dense checkpoint was trained for."""
     task = model.extra.get("recipe", {}).get("task")
-    if task not in TASKS:
+    if not isinstance(task, str) or task not in TASKS:
         raise DwindleError(
             f"{source} gives features of patches, no maps; train it for a task first (dwindle train ada_segment)."
         )

@@ -5,9 +5,9 @@ B images, P input tokens, N latents, D width. The forward passes over these part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..errors import DwindleError, unknown
 from ..ops.linear import Packs, plain
 from ..ops.patches import embed_patches
+from ..settings import Above0, Classes, Count, Depth, Size, Within, checked
 from ..tokens import wide
 from .blocks import (
     Attend,
@@ -33,51 +34,46 @@ from .blocks import (
     turns,
 )
 
-OUTPUTS, HEADS, READOUTS, MASKS = ("class", "dense"), ("linear", "mlp"), ("shared", "own"), ("blocks", "open")
+MASKS = ("blocks", "open")
+Rising = Annotated[tuple[Size, ...], Count(1, 64)]
 
 
 class Network(nn.Module):
     """The parts of `AdaPerceiver`, which says what the arguments mean."""
 
+    @checked
     def __init__(
         self,
         *,
-        classes: int = 1000,
-        image: int = 224,
-        patch: int = 16,
-        channels: int = 3,
-        width: int = 832,
-        depth: int = 21,
-        heads: int = 13,
-        ffn_ratio: float = 2.57,
-        tokens: Sequence[int] = (32, 64, 96, 128, 192, 256),
-        widths: Sequence[int] | None = (416, 624, 832),
+        classes: Classes = 1000,
+        image: Size = 224,
+        patch: Size = 16,
+        channels: Size = 3,
+        width: Size = 832,
+        depth: Depth = 21,
+        heads: Size = 13,
+        ffn_ratio: Annotated[float, Within(0, 64, over=True)] = 2.57,
+        tokens: Rising = (32, 64, 96, 128, 192, 256),
+        widths: Rising | None = (416, 624, 832),
         layer_scale: float = 1e-5,
-        rope_theta: float = 10000.0,
-        outputs: str = "class",
-        head: str = "linear",
-        readouts: str = "shared",
-        mask: str = "blocks",
+        rope_theta: Above0 = 10000.0,
+        outputs: Literal["class", "dense"] = "class",
+        head: Literal["linear", "mlp"] = "linear",
+        readouts: Literal["shared", "own"] = "shared",
+        mask: Literal["blocks", "open"] = "blocks",
     ) -> None:
         super().__init__()
-        tokens, widths = tuple(tokens), tuple(widths or (width,))
-        if outputs not in OUTPUTS:
-            raise unknown("kind of outputs", outputs, OUTPUTS)
-        if head not in HEADS:
-            raise unknown("head", head, HEADS)
-        if readouts not in READOUTS:
-            raise unknown("kind of read-outs", readouts, READOUTS)
+        widths = widths or (width,)
         for given, fits, expected in (
             (f"image = {image}", not image % patch, f"it must be a multiple of the patch, {patch}"),
             (f"width = {width}", not width % (2 * heads), f"it must be a multiple of 2 x {heads} heads"),
-            (f"tokens = {tokens}", _rising(tokens), "they must be whole numbers above 0 that rise"),
+            (f"tokens = {tokens}", _rising(tokens), "they must rise"),
             (
                 f"widths = {widths}",
                 _rising(widths) and widths[-1] == width,
                 f"they must rise and end with the width, {width}",
             ),
-            (f"depth = {depth}", depth >= 1, "it must be at least 1"),
-            (f"classes = {classes}", classes >= 1, "it must be at least 1"),
+            (f"ffn_ratio = {ffn_ratio}", int(min(widths) * ffn_ratio) >= 1, "it leaves the least width no neuron"),
         ):
             if not fits:
                 raise DwindleError(f"{given}: {expected}.")
@@ -196,5 +192,4 @@ class Network(nn.Module):
 
 
 def _rising(values: tuple[int, ...]) -> bool:
-    whole = all(isinstance(v, int) and v >= 1 for v in values)
-    return bool(values) and whole and list(values) == sorted(set(values))
+    return list(values) == sorted(set(values))

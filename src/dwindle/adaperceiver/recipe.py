@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from ..errors import DwindleError, unknown
+from ..errors import DwindleError
+from ..settings import AtLeast0, Inside, Share, check_fields
 from ..train.recipe import Recipe
 
 IDLE = ("method", "method_lr", "layout", "accumulate", "parallel")  # settings of `Recipe` that nothing here reads
-OPTIMIZERS, ATTENTIONS = ("adamw", "soap"), ("steps", "mask", "flex")
+
+Three = tuple[AtLeast0, AtLeast0, AtLeast0]  # a number for each stage
+Attention = Literal["steps", "mask", "flex"]
 
 
 @dataclass
@@ -26,31 +29,28 @@ class AdaRecipe(Recipe):
     model: str = "small"
     weights: str | None = None
     method: str = "AdaPerceiver"
-    stages: tuple = (50 / 135, 65 / 135, 20 / 135)  # shares of the epochs: tokens, tokens and depths, widths too (D.1)
-    stage_lr: tuple = (1.0, 1.0, 0.5)  # of lr
-    block_lr: float = 1.0  # of lr, for the blocks: those of a ViT need less than what is new
+    stages: Three = (50 / 135, 65 / 135, 20 / 135)  # shares of the epochs: tokens, tokens and depths, widths too (D.1)
+    stage_lr: Three = (1.0, 1.0, 0.5)  # of lr
+    block_lr: AtLeast0 = 1.0  # of lr, for the blocks: those of a ViT need less than what is new
     restart: bool = True  # each stage from the averaged weights, with a schedule of its own; false: one over all stages
-    token_weight: float = 1.0
-    depth_weight: float = 1.0
-    largest_weight: float = 0.0  # of the most tokens at full depth once more, beside their share in the mean
-    full_width: float = 0.0  # share of the images that run at full width whatever was drawn for them
-    mask_steps: float = 0.5  # chance of each step of an open mask, but the last, to be there in a training step
+    token_weight: AtLeast0 = 1.0
+    depth_weight: AtLeast0 = 1.0
+    largest_weight: AtLeast0 = 0.0  # of the most tokens at full depth once more, beside their share in the mean
+    full_width: Share = 0.0  # share of the images that run at full width whatever was drawn for them
+    mask_steps: Inside = 0.5  # chance of each step of an open mask, but the last, to be there in a training step
     renew: dict | None = None
-    optimizer: str = "adamw"  # or 'soap', from pytorch-optimizer
-    attention: str | None = None  # 'steps', 'mask' or 'flex'; None: the fastest. An open mask trains by 'mask'
+    optimizer: Literal["adamw", "soap"] = "adamw"  # or 'soap', from pytorch-optimizer
+    attention: Attention | None = None  # None: the fastest. An open mask trains by 'mask'
 
     def check(self) -> None:
         for f in dataclasses.fields(self):
             given = getattr(self, f.name)
             if f.name in IDLE and given != f.default:
                 raise DwindleError(f"{f.name} = {given}: it has no effect on an AdaPerceiver; leave it out.")
+        check_fields(self)
         dataclasses.replace(_plain(self), distill="soft" if self.distill == "features" else self.distill).check()
         if self.distill == "token":
             raise DwindleError("distill = token: AdaPerceiver has no distillation token; take soft, hard or features.")
-        if not 0 <= self.full_width <= 1:
-            raise DwindleError(f"full_width = {self.full_width}: it is a share of the images, from 0 to 1.")
-        if not 0 < self.mask_steps < 1:
-            raise DwindleError(f"mask_steps = {self.mask_steps}: it is a chance, above 0 and below 1.")
         opens = self.method_options.get("mask") == "open"
         if not opens and self.mask_steps != AdaRecipe.mask_steps:
             raise DwindleError(
@@ -58,17 +58,8 @@ class AdaRecipe(Recipe):
             )
         if opens and self.attention not in (None, "mask"):
             raise DwindleError(f"attention = {self.attention}: an open mask trains by 'mask'; leave it out.")
-        if not self.block_lr >= 0:
-            raise DwindleError(f"block_lr = {self.block_lr}: it is a share of lr, at least 0.")
-        if self.optimizer not in OPTIMIZERS:
-            raise unknown("optimizer", self.optimizer, OPTIMIZERS)
-        if self.attention not in (None, *ATTENTIONS):
-            raise unknown("attention", str(self.attention), ATTENTIONS)
-        shares = all(isinstance(s, int | float) and s >= 0 for s in self.stages)
-        if len(self.stages) != 3 or not shares or not sum(self.stages):
+        if not sum(self.stages):
             raise DwindleError(f"stages = {self.stages}: give three shares of the epochs, such as (0.4, 0.4, 0.2).")
-        if len(self.stage_lr) != 3:
-            raise DwindleError(f"stage_lr = {self.stage_lr}: give three factors of lr, such as (1, 1, 0.5).")
         if self.renew is not None:
             self._check_renew()
 

@@ -28,7 +28,7 @@ from ..train.data import Images, check_labels, open_data
 from ..train.data import limit as first
 from ..train.loop import Run, seed_everything, whole_if_small
 from ..train.record import Recorded, record
-from ..train.state import claim_folder
+from ..train.state import Claim
 from ..train.step import WORTH_COMPILING, make_mixup
 from ..train.teaching import Answers as TeacherAnswers
 from ..train.teaching import kept_answers
@@ -74,7 +74,7 @@ class AdaRun(Run):
         self.halves = recipe.halves(self.device)
         if ranks.started() > 1:
             raise DwindleError(f"AdaPerceiver trains in one process, not {ranks.started()}; start it without torchrun.")
-        claim_folder(self.out, resume)
+        self.claim = Claim(self.out, resume)
         self._open(limit, train_images, eval_images)
         seed_everything(recipe.seed)
         kept = kept_answers(recipe, answers)
@@ -134,7 +134,7 @@ class AdaRun(Run):
 
     def _build(self) -> AdaPerceiver:
         recipe, teacher = self.recipe, self.teacher
-        options = {n: tuple(v) if isinstance(v, list) else v for n, v in recipe.method_options.items()}
+        options = dict(recipe.method_options)
         options.setdefault("classes", self.train_images.num_classes)
         if recipe.image_size:
             options["image"] = recipe.image_size
@@ -146,12 +146,7 @@ class AdaRun(Run):
                     f"The teacher {recipe.teacher} has no patch features; take a dense one (outputs=dense)."
                 )
             options |= {"outputs": "dense", "head": "mlp", "classes": teacher.width}
-        try:
-            model = AdaPerceiver.preset(recipe.model, **options)
-        except TypeError as error:
-            raise DwindleError(
-                f"AdaPerceiver has no such setting, or of another type ({error}); see its constructor."
-            ) from error
+        model = AdaPerceiver.preset(recipe.model, **options)
         if recipe.distill == "features":
             teacher.grid = model.grid((model.image, model.image))
             return model

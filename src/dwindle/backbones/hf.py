@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import DwindleError, unknown
+from ..settings import Above0, AtLeast0, Classes, Count, Depth, ImageSize, Share, Size, Within, Word, options
 from .base import LINEAR, Backbone, Parts, Shape, activation_name, as_written, linear_macs
 
 # class name -> attribute of the tower below the classifier
@@ -20,6 +22,45 @@ _TOWERS = {
     "Dinov2ForImageClassification": "dinov2",
     "Dinov2WithRegistersForImageClassification": "dinov2_with_registers",
 }
+
+# What configs of any version hold besides, and no model here computes by.
+IDLE = frozenset(
+    (
+        *("_attn_implementation_autoset", "_commit_hash", "_name_or_path", "_num_labels", "architectures"),
+        *("chunk_size_feed_forward", "dtype", "is_encoder_decoder", "model_type", "output_attentions"),
+        *("output_hidden_states", "problem_type", "return_dict", "task_specific_params", "torch_dtype"),
+        *("transformers_version", "use_cache", "bos_token_id", "eos_token_id", "encoder_stride", "pooler_act"),
+        *("pooler_output_size", "out_features", "out_indices", "stage_names", "apply_layernorm"),
+        *("reshape_hidden_states", "summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
+        *("summary_type", "summary_use_proj"),
+    )
+)
+Sides = tuple[ImageSize, ImageSize] | ImageSize
+
+
+class Plain(TypedDict, total=False):
+    hidden_size: Size
+    num_hidden_layers: Depth
+    num_attention_heads: Size
+    intermediate_size: Size
+    mlp_ratio: Annotated[float, Within(0, 256, over=True)]
+    hidden_act: Word
+    hidden_dropout_prob: Share
+    attention_probs_dropout_prob: Share
+    drop_path_rate: Share
+    initializer_range: AtLeast0
+    layer_norm_eps: Above0
+    layerscale_value: float
+    image_size: Sides
+    patch_size: Sides
+    num_channels: Size
+    num_register_tokens: Size | Literal[0]
+    num_labels: Classes
+    id2label: Annotated[dict[str, Any], Count(0, 1 << 20)] | None
+    label2id: Annotated[dict[str, Any], Count(0, 1 << 20)] | None
+    qkv_bias: bool
+    use_swiglu_ffn: bool
+    use_mask_token: bool
 
 
 class HuggingFaceViT(Backbone):
@@ -169,16 +210,24 @@ class HuggingFaceViT(Backbone):
         )
 
     def describe(self) -> dict[str, Any]:
-        config: Any = self.vit.config
-        return {"model": self.kind, "options": config.to_diff_dict()}
+        return {"model": self.kind, "options": plain_options(self.vit.config, Plain)}
 
     @staticmethod
     def rebuild(described: dict[str, Any]) -> nn.Module:
-        return rebuilt(described, _TOWERS)
+        return rebuilt(described, _TOWERS, Plain)
 
 
-def rebuilt(described: dict[str, Any], kinds: Iterable[str]) -> nn.Module:
-    """The Hugging Face model that a checkpoint describes, one of these kinds, with random weights."""
+def plain_options(config: Any, plain: Any) -> dict[str, Any] | None:
+    """What of a model's config says how it computes. None: more than can be read again."""
+    known = plain.__annotations__.keys()
+    own = inspect.signature(type(config)).parameters.keys() - IDLE
+    given = {name: value for name, value in config.to_diff_dict().items() if name in known | own}
+    return given if given.keys() <= known else None
+
+
+def rebuilt(described: dict[str, Any], kinds: Iterable[str], plain: Any) -> nn.Module:
+    """The Hugging Face model that a checkpoint describes, one of these kinds, with random weights. plain: a TypedDict
+    of the options that it may ask for; others of transformers' fetch code or files."""
     try:
         import transformers
     except ImportError as error:
@@ -188,5 +237,5 @@ def rebuilt(described: dict[str, Any], kinds: Iterable[str]) -> nn.Module:
     if described["model"] not in kinds:
         raise unknown("Hugging Face model", described["model"], kinds, hint="the checkpoint was saved with it")
     kind = getattr(transformers, described["model"])
-    options = {name: value for name, value in described["options"].items() if name != "model_type"}
-    return kind(kind.config_class(**options))
+    given = {name: value for name, value in described["options"].items() if name not in IDLE}
+    return kind(kind.config_class(**options(given, plain, described["model"])))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 import torch
 from timm.layers import Attention, DropPath, LayerNorm, LayerScale, Mlp, PatchEmbed, get_act_layer
@@ -11,9 +12,44 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from ..errors import DwindleError, unknown
+from ..settings import Above0, Classes, Depth, ImageSize, Size, Within, options
 from .base import LINEAR, Backbone, Parts, Shape, activation_name, as_written, linear_macs
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
+
+Sides = tuple[ImageSize, ImageSize] | ImageSize
+
+
+class Named(TypedDict, total=False):
+    """What a checkpoint may ask of one of timm's models: these and no others, some of which name files."""
+
+    num_classes: Classes | Literal[0]
+    img_size: Sides
+    global_pool: Literal["", "avg", "avgmax", "max", "token", "map"]
+    dynamic_img_size: bool
+
+
+class Unnamed(Named, total=False):
+    """And of a VisionTransformer that has no name."""
+
+    patch_size: Sides
+    in_chans: Size
+    embed_dim: Size
+    depth: Depth
+    num_heads: Size
+    mlp_ratio: Annotated[float, Within(0, 256, over=True)]
+    qkv_bias: bool
+    qk_norm: bool
+    init_values: float | None
+    class_token: bool
+    no_embed_class: bool
+    reg_tokens: Size | Literal[0]
+    pre_norm: bool
+    fc_norm: bool | None
+    pool_include_prefix: bool
+    pos_embed: Literal["learn", "none", ""]
+    norm_eps: Above0
+    act_layer: Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu"]
 
 
 class TimmViT(Backbone):
@@ -205,13 +241,14 @@ class TimmViT(Backbone):
     def rebuild(described: dict[str, Any]) -> nn.Module:
         import timm
 
-        options = dict(described["options"])
-        if described["model"]:
-            if not timm.is_model(described["model"]):
-                raise unknown("model", described["model"], timm.list_models())
-            return timm.create_model(described["model"], pretrained=False, **options)
-        eps = options.pop("norm_eps")
-        return VisionTransformer(**options, norm_layer=partial(nn.LayerNorm, eps=eps))
+        name = described["model"]
+        if name:
+            if not re.fullmatch(r"\w+", name) or not timm.is_model(name):  # with a colon timm takes it for a place
+                raise unknown("model", name, timm.list_models())
+            return timm.create_model(name, pretrained=False, **options(described["options"], Named, name))
+        given = options(described["options"], Unnamed, "VisionTransformer")
+        eps = given.pop("norm_eps", 1e-6)
+        return VisionTransformer(**given, norm_layer=partial(nn.LayerNorm, eps=eps))
 
 
 def _is_norm(norm: nn.Module) -> bool:

@@ -10,6 +10,8 @@ from ..card import CARD, closing
 from ..checkpoint import read_config
 from ..files import write_text
 
+COLUMNS = ("loss", "loss_soft", "bpc", "tlops_saved", "macs_saved")
+
 
 def lm_card(config: dict[str, Any], name: str) -> str:
     """From a checkpoint's config alone."""
@@ -30,8 +32,8 @@ def lm_card(config: dict[str, Any], name: str) -> str:
         "```",
         "",
     ]
-    if "loss" in results:
-        columns = [key for key in ("loss", "loss_soft", "bpc", "tlops_saved", "macs_saved") if key in results]
+    if isinstance(results.get("loss"), int | float):
+        columns = [key for key in COLUMNS if isinstance(results.get(key), int | float)]
         lines += [
             f"| {' | '.join(columns)} |",
             "|---" * len(columns) + "|",
@@ -41,7 +43,7 @@ def lm_card(config: dict[str, Any], name: str) -> str:
             "",
         ]
     notes = {
-        "Data": ", ".join(Path(place).name for place in data.values()),
+        "Data": ", ".join(Path(str(place)).name for place in data.values()),
         "Measured on": extra.get("measured_on"),
         "Note": extra.get("note"),
     }

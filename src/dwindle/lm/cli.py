@@ -16,9 +16,9 @@ from ..drawing import file_stems, save_figure
 from ..errors import DwindleError
 from ..files import write_text
 from ..methods.base import require
+from ..settings import Share, fitted
 from ..terminal import (
     aside,
-    claimed,
     console,
     device_for,
     finish,
@@ -32,8 +32,7 @@ from ..terminal import (
 from .compare import LMCompare, LMComparison, markdown, summarised
 from .execute import AdaptiveLM
 from .figures import figures
-from .load import is_language, load_lm, vocabulary_of
-from .routing import check_share
+from .load import is_language, load_lm, own_text, vocabulary_of
 from .text import Vocabulary, open_text
 from .train import LMRecipe, LMRun
 
@@ -59,7 +58,7 @@ def _only_for_images(**given: Any) -> None:
 def _opened(checkpoint: str, tau: float | None) -> tuple[AdaptiveLM, Vocabulary]:
     model = load_lm(checkpoint)
     if tau is not None:
-        check_share("--tau", tau)
+        fitted(tau, Share, "--tau", "a router")
         require(
             hasattr(model.method, "tau"),
             f"--tau {tau}",
@@ -76,7 +75,7 @@ def train(
     recipe = recipe if data is None else dataclasses.replace(recipe, data=data)
     out = out or Path("runs") / name
     run = LMRun(recipe, out, device=device_for(device), resume=resumes(resume, out))
-    with claimed(out), progress_bar() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("training", total=recipe.steps, completed=run.step)
 
         def tick(step: int, terms: dict[str, Any]) -> None:
@@ -137,7 +136,7 @@ def evaluate(
 
     _only_for_images(threshold=threshold)
     model, vocabulary = _opened(checkpoint, tau)
-    name = data or model.extra["data"]["train"]
+    name = data or own_text(model)
     text = open_text(name, vocabulary)
     ask = partial(measure, model, text.test, layout=layout, batch=batch, limit=limit, name=name)
     total = limit or (len(text.test) - 1) // model.backbone.shape.context
@@ -168,7 +167,7 @@ def bench(
     model, vocabulary = _opened(checkpoint, None)
     place, ids = device_for(device), None
     try:
-        ids = open_text(data or model.extra["data"]["train"], vocabulary).val
+        ids = open_text(data or own_text(model), vocabulary).val
     except DwindleError as error:
         if data is not None:
             raise
@@ -209,7 +208,7 @@ def view(
     names = file_stems([path.stem for path in files or []])
     for i, path in enumerate(files or [None]):  # type: ignore[list-item]
         if path is None:
-            name = model.extra["data"]["train"]
+            name = own_text(model)
             ids, folder = open_text(name, vocabulary).val[:PASSAGE], out
         else:
             name, folder = path.name, out if len(names) == 1 else out / names[i]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from .train import LMRecipe, LMRun
 
 STATIC = "static"
 LEAST = 0.01  # of token-layer operations; less saved is nothing to match
-CONTROLS = ("mean", "layer", "overall")
+CONTROLS: tuple[Literal["mean", "layer", "overall"], ...] = ("mean", "layer", "overall")
 INCIDENTAL = ("eval_every", "eval_windows", "compile")  # two results may differ in these and still be comparable
 
 

@@ -5,16 +5,75 @@ Nothing is hooked or replaced: the model stays as it was, and the loop in execut
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from ..backbones.hf import rebuilt
+from ..backbones.hf import plain_options, rebuilt
 from ..errors import DwindleError
+from ..settings import Above0, AtLeast0, Classes, Depth, Share, Size, Whole0, Whole1, Within, Word
 from .model import LMShape, Turns, check_length, rotate
 
 KINDS = ("GPT2LMHeadModel", "LlamaForCausalLM")
+Context = Annotated[int, Within(1, 1 << 24)]
+
+
+class Turning(TypedDict, total=False):
+    """How a Llama turns positions, under the names of any version of transformers."""
+
+    rope_type: Word
+    type: Word
+    rope_theta: Above0
+    partial_rotary_factor: Share
+    factor: Above0
+    attention_factor: float | None
+    beta_fast: float | None
+    beta_slow: float | None
+    low_freq_factor: float
+    high_freq_factor: float
+    short_factor: list[float]
+    long_factor: list[float]
+    original_max_position_embeddings: Whole1
+
+
+class Plain(TypedDict, total=False):
+    vocab_size: Classes
+    tie_word_embeddings: bool
+    initializer_range: AtLeast0
+    pad_token_id: Whole0 | None
+    # GPT-2
+    n_positions: Context
+    n_embd: Size
+    n_layer: Depth
+    n_head: Size
+    n_inner: Size | None
+    activation_function: Word
+    resid_pdrop: Share
+    embd_pdrop: Share
+    attn_pdrop: Share
+    layer_norm_epsilon: Above0
+    scale_attn_weights: bool
+    scale_attn_by_inverse_layer_idx: bool
+    reorder_and_upcast_attn: bool
+    add_cross_attention: bool
+    # Llama
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Depth
+    num_attention_heads: Size
+    num_key_value_heads: Size | None
+    head_dim: Size | None
+    hidden_act: Word
+    max_position_embeddings: Context
+    rms_norm_eps: Above0
+    rope_theta: Above0
+    rope_scaling: Turning | None
+    rope_parameters: Turning | None
+    pretraining_tp: Whole1
+    attention_bias: bool
+    attention_dropout: Share
+    mlp_bias: bool
 
 
 class GPT2Parts:
@@ -142,8 +201,8 @@ class HFLanguage:
         )
 
     def describe(self) -> dict[str, Any]:
-        return {"model": self.kind, "options": self.lm.config.to_diff_dict()}
+        return {"model": self.kind, "options": plain_options(self.lm.config, Plain)}
 
 
 def rebuild(described: dict[str, Any]) -> nn.Module:
-    return rebuilt(described, KINDS)
+    return rebuilt(described, KINDS, Plain)

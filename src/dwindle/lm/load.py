@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from ..checkpoint import CONFIG, LANGUAGE, OTHER_VERSION, as_options, fill, find, read_both, read_config
+from ..checkpoint import LANGUAGE, by_config, check_fit, check_method, filled, find, planned, read_both
+from ..config import CONFIG, read_config
 from ..errors import DwindleError, unknown
 from .execute import AdaptiveLM, adapt_lm
 from .model import CharLM, LMSize
-from .routing import Router
+from .routing import Router, Static
 from .text import Vocabulary
 
 
@@ -29,38 +30,54 @@ def load_lm(source: Any, *, lm: Any = None) -> AdaptiveLM:
     if method["name"] not in Router.registry:
         raise unknown("router", method["name"], Router.registry, hint=f"{folder / CONFIG} was saved with it")
     weights = read_both(folder, config)
+    kept = ("method", "lm") if config["saved"] == "all" else ("method",)
+    parts: dict[str, Any] = {part: {} for part in kept}
+    for name, weight in weights.items():
+        part, _, rest = name.partition(".")
+        if part in parts:
+            parts[part][rest] = weight
+    if lm is None and config["saved"] == "method":
+        raise DwindleError(f"{folder} does not hold its language model; pass the model it belongs to as lm=...")
+
+    own = partial(Router.registry[method["name"]], **method["options"])
     if lm is None:
-        if config["saved"] == "method":
-            raise DwindleError(f"{folder} does not hold its language model; pass the model it belongs to as lm=...")
-        lm = _rebuild(backbone, folder)
-    try:
-        model = adapt_lm(lm, Router.registry[method["name"]](**as_options(method["options"])))
-    except TypeError as error:
-        raise DwindleError(
-            f"{folder / CONFIG} has settings this version's {method['name']} does not know ({error}); {OTHER_VERSION}."
-        ) from error
-    for prefix, module in (("method.", model.method), ("lm.", model.lm)):
-        if prefix == "method." or config["saved"] == "all":
-            fill(module, {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}, folder)
+        twin = planned(lambda: adapt_lm(_rebuild(backbone), Static()), folder)
+        check_fit(twin.lm, parts["lm"], folder)
+    else:
+        twin = adapt_lm(lm, Static())
+    check_method(own, twin.backbone.shape, parts["method"], folder)
+    with by_config(folder):
+        model = adapt_lm(_rebuild(backbone) if lm is None else lm, own())
+    filled(model, parts, folder)
     model.extra = config.get("extra", {})
     return model.eval()
 
 
-def _rebuild(backbone: dict[str, Any], folder: Path) -> Any:
-    try:
-        if backbone["family"] == "charlm":
-            return CharLM(LMSize(**backbone["options"]))
-        from .hf import rebuild
+def _rebuild(backbone: dict[str, Any]) -> Any:
+    if backbone["family"] == "charlm":
+        return CharLM(LMSize(**backbone["options"]))
+    from .hf import rebuild
 
-        return rebuild(backbone)
-    except (TypeError, RuntimeError) as error:
-        raise DwindleError(
-            f"{folder / CONFIG} describes a model that cannot be built ({error}); {OTHER_VERSION}."
-        ) from error
+    return rebuild(backbone)
 
 
 def vocabulary_of(model: AdaptiveLM) -> Vocabulary:
     """What the checkpoint says its numbers mean."""
     if "vocabulary" not in model.extra:
         raise DwindleError("This checkpoint does not say what its tokens mean; use it from Python, with its tokenizer.")
-    return Vocabulary(model.extra["vocabulary"])
+    characters, known = model.extra["vocabulary"], model.backbone.shape.vocabulary
+    vocabulary = Vocabulary(characters)
+    if len(vocabulary) != known or (characters and list(characters) != sorted(set(characters))):
+        raise DwindleError(
+            f"This checkpoint names {len(vocabulary)} characters, and its model knows {known}, each once and in order; "
+            "take another copy."
+        )
+    return vocabulary
+
+
+def own_text(model: AdaptiveLM) -> str:
+    """The name of the text that the checkpoint says it learnt from."""
+    name = model.extra.get("data", {}).get("train")
+    if not isinstance(name, str):
+        raise DwindleError("This checkpoint does not say what text it learnt from; name one with --data.")
+    return name

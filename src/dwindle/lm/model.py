@@ -7,7 +7,7 @@ can run some of them on some rows only: rows are (..., D), and `turns` are what 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..errors import DwindleError
 from ..methods.base import require
 from ..ops.causal import attend_causal
+from ..settings import Classes, Depth, Size, Within, check_fields
 
 Turns = tuple[Tensor, ...]  # what positions are encoded with, rows first; () where they were added to the embedding
 
@@ -39,19 +40,17 @@ class LMShape:
 class LMSize:
     """Sizes of a CharLM."""
 
-    vocabulary: int
-    blocks: int = 6
-    width: int = 384
-    heads: int = 6
-    context: int = 256
-    dropout: float = 0.0
+    vocabulary: Classes
+    blocks: Depth = 6
+    width: Size = 384
+    heads: Size = 6
+    context: Annotated[int, Within(1, 1 << 18)] = 256  # a table of angles is made for all of it
+    dropout: Annotated[float, Within(0, 1, under=True)] = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "blocks", "width", "heads", "context"):
-            require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)}", "it must be at least 1")
+        check_fields(self)
         fits = self.width % (2 * self.heads) == 0
         require(fits, f"width = {self.width}", f"rotary positions need an even size for each of {self.heads} heads")
-        require(0 <= self.dropout < 1, f"dropout = {self.dropout}", "it must lie in [0, 1)")
 
 
 def rotate(x: Tensor, turns: Turns) -> Tensor:

@@ -8,20 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import unknown
 from ..methods.base import require, settings, wide
+from ..settings import Share, Whole0, Whole1, checked
 from .model import LMShape
 
 if TYPE_CHECKING:
     from .execute import LMOutput
 
-KEYS = ("offered", "withheld")
+Keys = Literal["offered", "withheld"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Moment:
 
 
 class Router(nn.Module):
-    """Constructor arguments are the configuration, kept under their own names."""
+    """Constructor arguments are the configuration, kept under their own names and held to their annotations."""
 
     registry: ClassVar[dict[str, type[Router]]] = {}
     paper: ClassVar[str] = ""
@@ -69,6 +69,8 @@ class Router(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.registry[cls.__name__] = cls
+        if "__init__" in vars(cls):
+            cls.__init__ = checked(cls.__init__)  # type: ignore[method-assign]
 
     @property
     def config(self) -> dict[str, Any]:
@@ -97,15 +99,6 @@ class Router(nn.Module):
         return 0
 
 
-def check_share(name: str, value: float) -> None:
-    require(0 <= value <= 1, f"{name} = {value}", "it must lie in [0, 1]")
-
-
-def check_keys(keys: str) -> None:
-    if keys not in KEYS:
-        raise unknown("treatment of keys", keys, KEYS)
-
-
 class Static(Router):
     """Every token runs every block: the model alone."""
 
@@ -123,9 +116,8 @@ class EarlyExit(Router):
     paper = "Elbayad et al., Depth-Adaptive Transformer, ICLR 2020; the copied states are theirs"
     dial = ("threshold", 0.0, 1.0)
 
-    def __init__(self, threshold: float = 0.9) -> None:
+    def __init__(self, threshold: Share = 0.9) -> None:
         super().__init__()
-        check_share("threshold", threshold)
         self.threshold = threshold
 
     def gate(self, now: Moment) -> Gate | None:
@@ -166,11 +158,8 @@ class MoD(Router):
     dial = ("tau", 1.0, 0.0)
     keys = "withheld"
 
-    def __init__(self, capacity: float = 0.5, every: int = 2, tau: float = 0.5) -> None:
+    def __init__(self, capacity: Share = 0.5, every: Whole1 = 2, tau: Share = 0.5) -> None:
         super().__init__()
-        check_share("capacity", capacity)
-        check_share("tau", tau)
-        require(every >= 1, f"every = {every}", "it must be at least 1")
         self.capacity, self.every, self.tau = capacity, every, tau
 
     def bind(self, shape: LMShape) -> None:
@@ -216,11 +205,8 @@ class Random(Router):
 
     drawn: Tensor
 
-    def __init__(self, rates: tuple[float, ...] = (0.2,), keys: str = "offered", seed: int = 0) -> None:
+    def __init__(self, rates: tuple[Share, ...] = (0.2,), keys: Keys = "offered", seed: Whole0 = 0) -> None:
         super().__init__()
-        for rate in rates:
-            check_share("rates", rate)
-        check_keys(keys)
         self.rates, self.keys, self.seed = tuple(rates), keys, seed
 
     def bind(self, shape: LMShape) -> None:
@@ -253,10 +239,14 @@ class Control(Router):
     gated blocks alike.
     """
 
-    def __init__(self, router: Router, kind: str, rates: tuple[float, ...], means: tuple[float, ...] = ()) -> None:
+    def __init__(
+        self,
+        router: Router,
+        kind: Literal["mean", "layer", "overall"],
+        rates: tuple[float, ...],
+        means: tuple[float, ...] = (),
+    ) -> None:
         super().__init__()
-        if kind not in ("mean", "layer", "overall"):
-            raise unknown("control", kind, ("mean", "layer", "overall"))
         self.router, self.kind, self.rates, self.means = router, kind, rates, means
         self.keys, self.shape = router.keys, router.shape
 

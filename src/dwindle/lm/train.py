@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from .. import ranks
 from ..checkpoint import save
 from ..errors import DwindleError
-from ..methods.base import require
 from ..ops.half import autocast, halves
+from ..settings import AtLeast0, Batch, Depth, Seed, Size, Whole0, Whole1, Within, check_fields
 from ..train.heap import kept_pages
 from ..train.recipe import made
 from ..train.record import Recorded, record
-from ..train.state import claim_folder, random_state, read_state, restore_random, write_metrics, write_state
+from ..train.state import Claim, random_state, read_state, restore_random, write_metrics, write_state
 from .card import write_lm_card
 from .evaluate import evaluate
 from .execute import AdaptiveLM, adapt_lm
@@ -39,38 +39,31 @@ class LMRecipe:
     """Defaults are nanoGPT's for a character model of the paper's kind."""
 
     data: str = "shakespeare"
-    blocks: int = 6
-    width: int = 384
-    heads: int = 6
-    context: int = 256
-    dropout: float = 0.2
+    blocks: Depth = 6
+    width: Size = 384
+    heads: Size = 6
+    context: Whole1 = 256
+    dropout: Annotated[float, Within(0, 1, under=True)] = 0.2
     method: str = "TSA"
     method_options: dict[str, Any] = field(default_factory=dict)
 
-    steps: int = 5000
-    batch: int = 64
-    lr: float = 1e-3
-    min_lr: float = 1e-4
-    warmup: int = 100  # steps
-    weight_decay: float = 0.1
-    beta2: float = 0.99
-    clip: float = 1.0
+    steps: Whole1 = 5000
+    batch: Batch = 64
+    lr: AtLeast0 = 1e-3
+    min_lr: AtLeast0 = 1e-4
+    warmup: Whole0 = 100  # steps
+    weight_decay: AtLeast0 = 0.1
+    beta2: Annotated[float, Within(0, 1, under=True)] = 0.99
+    clip: AtLeast0 = 1.0
     amp: bool = True  # bf16 autocast on a GPU
     cpu_amp: bool = False  # the same on a CPU, one that multiplies in bf16 (AMD since Zen 4, Intel since Cooper Lake)
     compile: bool | None = None  # compile the blocks; on a GPU also record the step as a CUDA graph. None: on a GPU
-    seed: int = 0
-    eval_every: int = 500  # steps; a checkpoint is written with it, so it is what a kill may cost
-    eval_windows: int | None = None  # of the validation text; None: all
+    seed: Seed = 0
+    eval_every: Whole1 = 500  # steps; a checkpoint is written with it, so it is what a kill may cost
+    eval_windows: Whole1 | None = None  # of the validation text; None: all
 
     def check(self) -> None:
-        lowest = dict.fromkeys(("steps", "batch", "eval_every", "context"), 1)
-        lowest |= dict.fromkeys(("lr", "min_lr", "warmup", "weight_decay", "clip", "seed"), 0)
-        for name, low in lowest.items():
-            require(getattr(self, name) >= low, f"{name} = {getattr(self, name)}", f"it must be at least {low}")
-        require(self.seed < 2**32, f"seed = {self.seed}", "it must be below 2^32")
-        few = self.eval_windows is not None and self.eval_windows < 1
-        require(not few, f"eval_windows = {self.eval_windows}", "it must be at least 1, or None for all")
-        require(0 <= self.beta2 < 1, f"beta2 = {self.beta2}", "it must lie in [0, 1)")
+        check_fields(self)
 
     def make_router(self) -> Router:
         trainable = {name: kind for name, kind in Router.registry.items() if name != "Control"}
@@ -100,7 +93,7 @@ class LMRun:
         self.given = json.loads(json.dumps(dataclasses.asdict(recipe)))
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.halves = halves(self.device, recipe.amp, recipe.cpu_amp)
-        claim_folder(self.out, resume)
+        self.claim = Claim(self.out, resume)
         self.text = (text or open_text(recipe.data)).to(self.device)  # all of it: a step waits for no copy
         check_long(self.text.train, recipe.context, self.text.name)
         check_long(self.text.val, recipe.context, self.text.name)
@@ -132,6 +125,10 @@ class LMRun:
 
     def rounds(self, tick: Callable[[int, dict[str, Tensor]], None] | None = None) -> Iterator[dict[str, float]]:
         """Train what is left to train. `tick(step, terms)` is called after every step."""
+        with self.claim:
+            yield from self._rounds(tick)
+
+    def _rounds(self, tick: Callable[[int, dict[str, Tensor]], None] | None) -> Iterator[dict[str, float]]:
         recipe, since = self.recipe, self.step
         sums: dict[str, Tensor] = {}
         begin = time.perf_counter()

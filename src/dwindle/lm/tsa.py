@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..methods.base import require, wide
+from ..settings import AtLeast0, Share, Size
 from .model import LMShape
-from .routing import Gate, Moment, Router, check_keys, check_share
+from .routing import Gate, Keys, Moment, Router
 
 if TYPE_CHECKING:
     from .execute import LMOutput
@@ -30,20 +31,16 @@ class TSA(Router):
 
     def __init__(
         self,
-        penalty: float = 0.0,
-        tau: float = 0.5,
-        keys: str = "offered",
-        hidden: int | None = None,
+        penalty: AtLeast0 = 0.0,
+        tau: Share = 0.5,
+        keys: Keys = "offered",
+        hidden: Size | None = None,
         open: float = 2.0,
     ) -> None:
         """penalty: lambda, of the mean p; 0: the task loss alone. keys: whether a token that skips is still a key to
         others. hidden: of the MLP; None: a quarter of the width, which with gates between L = 6 blocks is the paper's
         1.7% of parameters. open: the gates' bias at the start, p = sigmoid(open)."""
         super().__init__()
-        check_share("tau", tau)
-        check_keys(keys)
-        require(penalty >= 0, f"penalty = {penalty}", "it must be at least 0")
-        require(hidden is None or hidden >= 1, f"hidden = {hidden}", "it must be at least 1")
         self.penalty, self.tau, self.keys, self.hidden, self.open = penalty, tau, keys, hidden, open
         self.asked: dict[bool, Callable[[nn.Module, Tensor], Tensor]] = {}  # compiled, by whether it is for training
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from ..backbones.base import Shape
 from ..cost import budget_share
+from ..settings import Above0, AtLeast0, Budget, Inside, Share
 from ..tokens import Tokens
-from .base import Method, Verdict, brought_in, goal, halting_verdict, ponder_cost, require, wide
+from .base import Method, Verdict, brought_in, goal, halting_verdict, ponder_cost, wide
 from .exits import image_state
 
 if TYPE_CHECKING:
@@ -31,12 +32,12 @@ class ACT(Method):
 
     def __init__(
         self,
-        eps: float = 0.01,
-        tau: float = 1e-3,
+        eps: Inside = 0.01,
+        tau: AtLeast0 = 1e-3,
         bias: float = -5.0,
-        threshold: float | None = None,
-        budget: float | str | None = None,
-        ramp: float = 0.3,
+        threshold: Above0 | None = None,
+        budget: Budget = None,
+        ramp: Share = 0.3,
     ) -> None:
         """
         eps: an image stops when its scores reach 1 - eps (Eq. 4). `threshold` puts another value in place of 1 - eps.
@@ -46,14 +47,6 @@ class ACT(Method):
             None: only tau decides what images cost. ramp: share of the training over which it is brought in.
         """
         super().__init__()
-        require(0 < eps < 1, f"eps = {eps}", "it must lie between 0 and 1")
-        require(
-            threshold is None or threshold > 0,
-            f"threshold = {threshold}",
-            "an image stops when its scores reach it, so it must be above 0",
-        )
-        require(tau >= 0, f"tau = {tau}", "a weight must not be negative")
-        require(0 <= ramp <= 1, f"ramp = {ramp}", "it is a share of the training, between 0 and 1")
         self.eps, self.tau, self.bias, self.budget, self.ramp = eps, tau, bias, budget, ramp
         limit = 1 - eps if threshold is None else float(threshold)
         self.threshold: float | Tensor

@@ -6,7 +6,7 @@ defaults ground it; `AHT.as_printed()` is the paper. docs/methods/aht.md says wh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ..cost import budget_share
 from ..errors import unknown
 from ..ops.planner import Halt, Plan, halt, image_mean
 from ..ops.planner import plan as plan_rows
+from ..settings import Above0, Budget, Share, Size, Stages, Whole0
 from ..tokens import Tokens
 from ..trace import Trace
 from .base import (
@@ -108,28 +109,28 @@ class AHT(Method):
 
     def __init__(
         self,
-        stages: tuple[int, ...] = (3, 6, 9),
-        threshold: float = 0.5,
-        budget: float | str | None = 0.67,
+        stages: Stages = (3, 6, 9),
+        threshold: Above0 = 0.5,
+        budget: Budget = 0.67,
         lambda_p: float = 5e-2,
         lambda_t: float = 0.05,
         lambda_i: float = 0.2,
-        sigma: float = 1.0,
-        neuron: int = 0,
+        sigma: Above0 = 1.0,
+        neuron: Whole0 = 0,
         gamma: float = 1.0,
         beta: float = 2.0,
-        hidden: int | None = None,
+        hidden: Size | None = None,
         follow: float = 3.0,
-        softness: float = 0.1,
+        softness: Above0 = 0.1,
         straight_through: bool = True,
         detach: bool = True,
         plan_leads: bool = True,
-        p_actual: str = "hazard",
-        ponder: str = "expected",
-        halted_plans: str = "skip",
+        p_actual: Literal["act", "hazard"] = "hazard",
+        ponder: Literal["expected", "remainder"] = "expected",
+        halted_plans: Literal["skip", "zero"] = "skip",
         halt_class: bool = False,
-        heirs: str = "none",
-        ramp: float = 0.3,
+        heirs: Literal["none", "nearest", "rest"] = "none",
+        ramp: Share = 0.3,
     ) -> None:
         """
         stages: planners sit after these blocks. hidden: width of their hidden layer; None: a quarter of the model's.
@@ -157,22 +158,7 @@ class AHT(Method):
         ramp: share of the training over which budget and loss weights are brought in.
         """
         super().__init__()
-        require(
-            threshold > 0, f"threshold = {threshold}", "a token halts when its scores reach it, so it must be above 0"
-        )
-        require(sigma > 0, f"sigma = {sigma}", "a width must be above 0")
-        require(softness > 0, f"softness = {softness}", "a width must be above 0")
-        require(0 <= ramp <= 1, f"ramp = {ramp}", "it is a share of the training, between 0 and 1")
-        require(hidden is None or hidden >= 1, f"hidden = {hidden}", "a layer has at least 1 neuron")
-        for name, given, known in (
-            ("p_actual", p_actual, ("act", "hazard")),
-            ("ponder", ponder, ("expected", "remainder")),
-            ("halted_plans", halted_plans, ("skip", "zero")),
-            ("heirs", heirs, ("none", "nearest", "rest")),
-        ):
-            if given not in known:
-                raise unknown(f"reading of {name}", given, known)
-        self.stages = tuple(sorted({int(stage) for stage in stages}))
+        self.stages = tuple(sorted(set(stages)))
         self.threshold, self.budget, self.sigma = float(threshold), budget, sigma
         self.lambda_p, self.lambda_t, self.lambda_i = lambda_p, lambda_t, lambda_i
         self.relative = budget is not None  # apart from its value, on which a compiled step would be fixed

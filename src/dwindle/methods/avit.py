@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .. import ranks
 from ..backbones.base import Shape
+from ..settings import Above0, Inside, Whole0
 from ..tokens import Tokens
 from .base import Method, Verdict, halting_kl, halting_verdict, log_gaussian, ponder_cost, require, wide
 
@@ -29,14 +30,14 @@ class AViT(Method):
         self,
         gamma: float = 5.0,
         beta: float = -10.0,
-        eps: float = 0.01,
+        eps: Inside = 0.01,
         target_depth: float = 8.0,
-        sigma: float = 1.0,
-        neuron: int = 0,
+        sigma: Above0 = 1.0,
+        neuron: Whole0 = 0,
         alpha_p: float = 5e-4,
         alpha_d: float = 0.1,
         halt_class: bool = True,
-        threshold: float | None = None,
+        threshold: Above0 | None = None,
     ) -> None:
         """
         gamma, beta: scale and shift of the borrowed neuron, trained and shared by all layers (Eq. 5).
@@ -46,13 +47,6 @@ class AViT(Method):
         halt_class: the class token halts like the others, as in the paper; False keeps it to the end.
         """
         super().__init__()
-        require(0 < eps < 1, f"eps = {eps}", "it must lie between 0 and 1")
-        require(
-            threshold is None or threshold > 0,
-            f"threshold = {threshold}",
-            "a token stops when its scores reach it, so it must be above 0",
-        )
-        require(sigma > 0, f"sigma = {sigma}", "a width must be above 0")
         self.gamma = nn.Parameter(torch.tensor(float(gamma)))
         self.beta = nn.Parameter(torch.tensor(float(beta)))
         self.eps, self.target_depth, self.sigma, self.neuron = eps, target_depth, sigma, neuron

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..backbones.base import Shape
 from ..cost import budget_share
 from ..errors import DwindleError
+from ..settings import checked
 from ..tokens import Tokens
 from ..tokens import wide as wide
 from ..trace import Trace
@@ -36,8 +37,9 @@ class Verdict:
 
 
 class Method(nn.Module):
-    """Constructor arguments are the configuration and are kept under their own names. Parameters and buffers are the
-    only tensors here: values per token travel in `tokens.notes`."""
+    """Constructor arguments are the configuration and are kept under their own names; what each may be, its annotation
+    says and `checked` sees to. Parameters and buffers are the only tensors here: values per token travel in
+    `tokens.notes`."""
 
     registry: ClassVar[dict[str, type[Method]]] = {}
     paper: ClassVar[str] = ""
@@ -54,6 +56,8 @@ class Method(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.registry[cls.__name__] = cls
+        if "__init__" in vars(cls):
+            cls.__init__ = checked(cls.__init__)  # type: ignore[method-assign]
 
     def bind(self, shape: Shape) -> None:
         """Called once by `adapt`, when the backbone is known: check settings against it, build what depends on it."""

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ..backbones.base import Shape
+from ..settings import Share
 from ..tokens import Tokens
 from ..trace import Trace
 from .base import Method, Verdict, require, wide
-from .exits import check_supervision, depth_weights, read_macs
+from .exits import Supervision, depth_weights, read_macs
 
 
 class Confidence(Method):
@@ -19,15 +20,13 @@ class Confidence(Method):
     paper = "confidence threshold, as compared with in A-ViT, 2022"
     dial_per_image = True
 
-    def __init__(self, threshold: float = 0.9, min_depth: int = 1, supervision: str = "linear") -> None:
+    def __init__(self, threshold: Share = 0.9, min_depth: int = 1, supervision: Supervision = "linear") -> None:
         """
         threshold: an image stops when max softmax exceeds it; 1 stops nobody.
         min_depth: nobody stops before this block.
         supervision: weights of the depths in the task loss, 'linear' (in proportion to the depth) or 'uniform'.
         """
         super().__init__()
-        require(0 <= threshold <= 1, f"threshold = {threshold}", "a probability must lie between 0 and 1")
-        check_supervision(supervision)
         self.threshold, self.min_depth, self.supervision = threshold, min_depth, supervision
         self.dial = ("threshold", 0.0, 1.0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from ..backbones.base import Shape
 from ..cost import keep_for
-from ..errors import unknown
+from ..settings import Budget, Share, Stages
 from ..tokens import Tokens
-from .base import Method, Verdict, check_stages, require, wide
+from .base import Method, Verdict, check_stages, wide
 
 if TYPE_CHECKING:
     from ..model import Output
-
-COUNTS = ("fixed", "image")
 
 
 class Predictor(nn.Module):
@@ -52,11 +50,11 @@ class DynamicViT(Method):
 
     def __init__(
         self,
-        stages: tuple[int, ...] = (3, 6, 9),
-        keep: float = 0.7,
-        budget: float | str | None = None,
-        count: str = "fixed",
-        threshold: float = 0.5,
+        stages: Stages = (3, 6, 9),
+        keep: Share = 0.7,
+        budget: Budget = None,
+        count: Literal["fixed", "image"] = "fixed",
+        threshold: Share = 0.5,
         lambda_ratio: float = 2.0,
         lambda_features: float = 0.5,
         gumbel: bool = True,
@@ -71,11 +69,7 @@ class DynamicViT(Method):
         gumbel: decide by the Gumbel-softmax in training, with a gradient; False: as at inference, without one.
         """
         super().__init__()
-        require(0 <= keep <= 1, f"keep = {keep}", "it is a share of the patches, between 0 and 1")
-        require(0 <= threshold <= 1, f"threshold = {threshold}", "it is a probability, between 0 and 1")
-        if count not in COUNTS:
-            raise unknown("count", count, COUNTS)
-        self.stages = tuple(sorted({int(stage) for stage in stages}))
+        self.stages = tuple(sorted(set(stages)))
         self.budget, self.count, self.threshold = budget, count, threshold
         self.keep: Tensor
         self.register_buffer("keep", torch.tensor(float(keep)))  # a tensor: turned without compiling anew

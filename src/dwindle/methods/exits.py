@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from ..backbones.base import Shape
-from ..errors import unknown
 from ..tokens import Tokens
 from ..trace import Trace
 
-SUPERVISIONS = ("linear", "uniform")
+Supervision = Literal["linear", "uniform"]
 
 
 def image_state(tokens: Tokens, rows: Tensor) -> Tensor:
@@ -20,11 +21,6 @@ def image_state(tokens: Tokens, rows: Tensor) -> Tensor:
     numbers = torch.arange(tokens.place.numel(), device=rows.device).view_as(tokens.place)
     row = tokens.where.sheet(numbers, fill=-1)[:, 0]  # (B,) where each image's first token is, if it is live
     return torch.where(row[:, None] >= 0, rows.flatten(0, -2).index_select(0, row.clamp_min(0)), 0.0)
-
-
-def check_supervision(given: str) -> None:
-    if given not in SUPERVISIONS:
-        raise unknown("supervision", given, SUPERVISIONS)
 
 
 def depth_weights(trace: Trace, supervision: str) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor, nn
 
 from ..backbones.base import Shape
+from ..settings import AtLeast0, Inside, Whole0, Within
 from ..tokens import Tokens
 from ..trace import Trace
 from .base import Method, Verdict, halting_distribution, halting_kl, require, wide
@@ -31,10 +32,10 @@ class PonderNet(Method):
         self,
         gamma: float = 1.0,
         beta: float = -2.0,
-        neuron: int = 0,
-        prior: float = 0.1,
-        beta_kl: float = 0.01,
-        threshold: float = 0.5,
+        neuron: Whole0 = 0,
+        prior: Inside = 0.1,
+        beta_kl: AtLeast0 = 0.01,
+        threshold: Annotated[float, Within(0, 1, over=True)] = 0.5,
     ) -> None:
         """
         gamma, beta: lambda = sigmoid(gamma * f + beta), f that neuron of the block's output; trained, shared by blocks.
@@ -42,9 +43,6 @@ class PonderNet(Method):
         threshold: an image stops when it has halted with at least this probability. 0.5 is the median.
         """
         super().__init__()
-        require(0 < prior < 1, f"prior = {prior}", "it must lie between 0 and 1")
-        require(0 < threshold <= 1, f"threshold = {threshold}", "a probability to stop at lies above 0 and up to 1")
-        require(beta_kl >= 0, f"beta_kl = {beta_kl}", "a weight must not be negative")
         self.gamma = nn.Parameter(torch.tensor(float(gamma)))
         self.beta = nn.Parameter(torch.tensor(float(beta)))
         self.neuron, self.prior, self.beta_kl, self.threshold = neuron, prior, beta_kl, threshold

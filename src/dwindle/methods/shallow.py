@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from ..backbones.base import Shape
+from ..settings import Within
 from ..tokens import Tokens
 from .base import Method, Verdict, require
 
@@ -14,10 +17,9 @@ class Shallow(Method):
 
     paper = "the wrapped model, cut short"
 
-    def __init__(self, depth: float = 8) -> None:
+    def __init__(self, depth: Annotated[float, Within(1)] = 8) -> None:
         """depth: the last block that is run. A fraction, as calibration may leave it, counts as the block above."""
         super().__init__()
-        require(depth >= 1, f"depth = {depth}", "the first block is number 1")
         self.depth = depth
 
     def bind(self, shape: Shape) -> None:

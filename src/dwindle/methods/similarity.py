@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..backbones.base import Shape
-from ..errors import unknown
+from ..settings import AtLeast0
 from ..tokens import Tokens
 from ..trace import Trace
 from .base import Method, Verdict, require, wide
-from .exits import check_supervision, depth_weights, read_macs
+from .exits import Supervision, depth_weights, read_macs
 
 FARTHEST = {"mse": 16.0, "cosine": 2.0}  # a distance few answers, or none, can have: the cheap end of the dial
 
@@ -26,7 +27,11 @@ class Similarity(Method):
     dial_per_image = True
 
     def __init__(
-        self, threshold: float = 0.1, kind: str = "mse", min_depth: int = 2, supervision: str = "linear"
+        self,
+        threshold: AtLeast0 = 0.1,
+        kind: Literal["mse", "cosine"] = "mse",
+        min_depth: int = 2,
+        supervision: Supervision = "linear",
     ) -> None:
         """
         threshold: an image stops when the distance of its last two answers is below it; 0 stops nobody.
@@ -35,10 +40,6 @@ class Similarity(Method):
         supervision: weights of the depths in the task loss, 'linear' (in proportion to the depth) or 'uniform'.
         """
         super().__init__()
-        require(threshold >= 0, f"threshold = {threshold}", "a distance must not be negative")
-        if kind not in FARTHEST:
-            raise unknown("kind of similarity", kind, FARTHEST)
-        check_supervision(supervision)
         self.threshold, self.kind, self.min_depth, self.supervision = threshold, kind, min_depth, supervision
         self.dial = ("threshold", FARTHEST[kind], 0.0)
 

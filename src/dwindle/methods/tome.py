@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..backbones.base import Shape
 from ..cost import bisected, block_macs, budget_share, fixed_macs, static_macs
+from ..settings import Budget, Within
 from ..tokens import Tokens
 from .base import Method, Verdict, require, wide
 
@@ -24,14 +25,13 @@ class ToMe(Method):
     needs_training = False
     paper = "Token Merging: Your ViT But Faster, 2023"
 
-    def __init__(self, r: float | None = None, budget: float | str | None = None) -> None:
+    def __init__(self, r: Annotated[float, Within(0, 1e6)] | None = None, budget: Budget = None) -> None:
         """
         r: tokens merged after every block but the last; a fraction is spread over the blocks. None: as the budget says,
             or 8.
         budget: the share of the static cost (0.67), or GMACs ('3.1G'); in place of r.
         """
         super().__init__()
-        require(r is None or 0 <= r < 1e6, f"r = {r}", "it is a number of tokens, at least 0")
         require(r is None or budget is None, f"r = {r}, budget = {budget!r}", "each sets the other; give one of them")
         self.r, self.budget = 8.0 if r is None else float(r), budget
 
@@ -48,7 +48,7 @@ class ToMe(Method):
 
     @classmethod
     def from_config(cls, options: dict[str, Any]) -> ToMe:
-        return cls(r=options.get("r"), budget=options.get("budget") if options.get("r") is None else None)
+        return cls(**options | ({} if options.get("r") is None else {"budget": None}))
 
     def _r_for(self, goal: float) -> float:
         def cost(r: float) -> float:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ..backbones.base import Shape
 from ..cost import keep_for
+from ..settings import Budget, Share, Stages
 from ..tokens import Tokens
-from .base import Method, Verdict, check_stages, require, wide
+from .base import Method, Verdict, check_stages, wide
 
 
 class TopK(Method):
@@ -19,9 +20,9 @@ class TopK(Method):
 
     def __init__(
         self,
-        stages: tuple[int, ...] = (4, 7, 10),
-        keep: float = 0.7,
-        budget: float | str | None = None,
+        stages: Stages = (4, 7, 10),
+        keep: Share = 0.7,
+        budget: Budget = None,
         fuse: bool = False,
     ) -> None:
         """
@@ -30,8 +31,7 @@ class TopK(Method):
         fuse: one more token goes on, the mean of those left behind, weighted by the attention they got.
         """
         super().__init__()
-        require(0 <= keep <= 1, f"keep = {keep}", "it is a share of the patches, between 0 and 1")
-        self.stages = tuple(sorted({int(stage) for stage in stages}))
+        self.stages = tuple(sorted(set(stages)))
         self.budget, self.fuse = budget, fuse
         self.keep: Tensor
         self.register_buffer("keep", torch.tensor(float(keep)))  # a tensor: turned without compiling anew

@@ -35,7 +35,7 @@ from .data import limit as first
 from .evaluate import calibrate, evaluate
 from .heap import kept_pages
 from .recipe import Recipe
-from .state import claim_folder, random_state, read_state, restore_random, write_metrics, write_state
+from .state import Claim, random_state, read_state, restore_random, write_metrics, write_state
 from .step import WORTH_COMPILING, Step, full_state, load_full_state, shard
 from .teaching import Answers, kept_answers
 
@@ -70,7 +70,7 @@ class Run:
         self.device = torch.device(ranks.join(device) or ("cuda" if torch.cuda.is_available() else "cpu"))
         recipe.check()
         self.halves = recipe.halves(self.device)
-        claim_folder(self.out, resume)
+        self.claim = Claim(self.out, resume)
         self.train_images = train_images or open_data(data, "train")
         self.eval_images = eval_images or open_data(eval_data or data, "test")
         if limit is not None:
@@ -236,6 +236,10 @@ class Run:
 
     def epochs(self, tick: Any = None) -> Iterator[dict[str, float]]:
         """Train what is left to train. `tick(step, steps, terms)` is called after every step."""
+        with self.claim:
+            yield from self._epochs(tick)
+
+    def _epochs(self, tick: Any) -> Iterator[dict[str, float]]:
         recipe, saved = self.recipe, time.monotonic()
         while self.epoch < recipe.epochs:
             with kept_pages(self.device.type == "cpu"):

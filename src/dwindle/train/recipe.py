@@ -5,20 +5,21 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ..errors import DwindleError, unknown
 from ..methods import Method
 from ..methods.base import require
-from ..model import DISTILLATIONS, LAYOUTS
+from ..model import DISTILLATIONS
 from ..ops.half import halves
+from ..settings import Above0, AtLeast0, Batch, ImageSize, Seed, Share, Whole0, Whole1, Workers, check_fields
 
-PARALLELS = ("ddp", "fsdp")
+Layout = Literal["masked", "packed"]
+Parallel = Literal["ddp", "fsdp"]
 
 
 @dataclass
@@ -29,43 +30,43 @@ class Recipe:
     weights: str | None = "pretrained"  # 'pretrained' (timm's on the Hub), a .safetensors/.pth file, a checkpoint, None
     method: str = "AHT"
     method_options: dict[str, Any] = field(default_factory=dict)
-    image_size: int | None = None  # None: the model's own
+    image_size: ImageSize | None = None  # None: the model's own
 
-    epochs: int = 50
-    batch: int = 256
-    lr: float = 1e-4
-    method_lr: float = 1e-3  # planners and scalars start from nothing, the backbone does not
-    warmup_epochs: float = 1.0
-    weight_decay: float = 0.05
-    smoothing: float = 0.1
-    clip: float = 1.0
-    ema: float = 0.0  # decay of the average of the weights that is evaluated and saved; 0: no average
+    epochs: Whole1 = 50
+    batch: Batch = 256
+    lr: AtLeast0 = 1e-4
+    method_lr: AtLeast0 = 1e-3  # planners and scalars start from nothing, the backbone does not
+    warmup_epochs: AtLeast0 = 1.0
+    weight_decay: AtLeast0 = 0.05
+    smoothing: Share = 0.1
+    clip: AtLeast0 = 1.0
+    ema: Share = 0.0  # decay of the average of the weights that is evaluated and saved; 0: no average
     freeze_backbone: bool = False
     amp: bool = True  # bf16 autocast on a GPU
     cpu_amp: bool = False  # the same on a CPU, one that multiplies in bf16 (AMD since Zen 4, Intel since Cooper Lake)
-    layout: str = "masked"  # 'packed': only live tokens are computed; for methods whose decisions are hard in training
+    layout: Layout = "masked"  # 'packed': only live tokens; for methods whose decisions are hard in training
     compile: bool | None = None  # None: on a GPU, when the run is long enough to win the time back
-    accumulate: int = 1  # micro-batches a batch is cut into
-    parallel: str = "ddp"  # under torchrun: 'ddp', or 'fsdp' to spread the weights of a large backbone
+    accumulate: Whole1 = 1  # micro-batches a batch is cut into
+    parallel: Parallel = "ddp"  # under torchrun: 'ddp', or 'fsdp' to spread the weights of a large backbone
 
     teacher: str | None = None  # 'static': the backbone as it was before training; or a checkpoint
     distill: str = "soft"  # 'soft' or 'hard' answers of the teacher; 'token': hard, on DeiT's distillation token
-    teacher_weight: float = 1.0  # of the distillation beside the task loss
-    teacher_temperature: float = 1.0
-    label_weight: float = 1.0  # of the cross-entropy with the labels
+    teacher_weight: AtLeast0 = 1.0  # of the distillation beside the task loss
+    teacher_temperature: Above0 = 1.0
+    label_weight: AtLeast0 = 1.0  # of the cross-entropy with the labels
 
     resident: bool | None = None  # data on the device as uint8; None: on a GPU, when it fits
     augment: str | None = "rand-m9-mstd0.5-inc1"
-    min_scale: float = 0.08
-    jitter: float = 0.0
-    mixup: float = 0.0  # alpha of timm's Mixup and CutMix
-    cutmix: float = 0.0
-    mix_prob: float = 1.0  # share of the batches that are mixed
-    views: int = 0  # epochs after which batches come again as they were, so that a teacher is asked once; 0: never
-    workers: int = 2
-    seed: int = 0
-    eval_every: int = 1  # epochs
-    save_every: int = 1  # epochs; what a kill may cost, if they take less than a minute together
+    min_scale: Share = 0.08
+    jitter: Share = 0.0
+    mixup: AtLeast0 = 0.0  # alpha of timm's Mixup and CutMix
+    cutmix: AtLeast0 = 0.0
+    mix_prob: Share = 1.0  # share of the batches that are mixed
+    views: Whole0 = 0  # epochs after which batches come again as they were, so that a teacher is asked once; 0: never
+    workers: Workers = 2
+    seed: Seed = 0
+    eval_every: Whole1 = 1  # epochs
+    save_every: Whole1 = 1  # epochs; what a kill may cost, if they take less than a minute together
 
     def halves(self, device: torch.device) -> bool:
         """Whether training computes in bf16 on this device."""
@@ -73,22 +74,9 @@ class Recipe:
 
     def check(self) -> None:
         """Settings that cannot work, before anything is read or written."""
-        lowest = dict.fromkeys(("epochs", "batch", "eval_every", "save_every", "accumulate"), 1)
-        lowest |= dict.fromkeys(("workers", "seed", "lr", "method_lr", "weight_decay", "clip", "warmup_epochs"), 0)
-        require(
-            self.teacher_temperature > 0,
-            f"teacher_temperature = {self.teacher_temperature}",
-            "answers are divided by it, so it must be above 0",
-        )
-        lowest |= dict.fromkeys(("mixup", "cutmix", "teacher_weight", "label_weight", "views"), 0)
-        for name, low in lowest.items():
-            require(getattr(self, name) >= low, f"{name} = {getattr(self, name)}", f"it must be at least {low}")
-        require(self.seed < 2**32, f"seed = {self.seed}", "it must be below 2^32")
-        for name in ("smoothing", "ema", "min_scale", "mix_prob", "jitter"):
-            require(0 <= getattr(self, name) <= 1, f"{name} = {getattr(self, name)}", "it must lie between 0 and 1")
-        for name, known in (("distill", DISTILLATIONS), ("parallel", PARALLELS), ("layout", tuple(LAYOUTS))):
-            if getattr(self, name) not in known:
-                raise unknown(name, getattr(self, name), known)
+        check_fields(self)
+        if self.distill not in DISTILLATIONS:
+            raise unknown("distill", self.distill, DISTILLATIONS)
         packed = self.layout == "packed"
         require(
             not (packed and self.compile), "compile = True", "packed rows are of any number; train with layout=masked"
@@ -113,19 +101,7 @@ def made(role: str, name: str, known: Mapping[str, Any], options: Mapping[str, A
     """The method (or router) of that name with these options, or what is wrong with them."""
     if name not in known:
         raise unknown(role, name, known)
-    parameters = inspect.signature(known[name]).parameters
-    for option in options:
-        if option not in parameters:
-            raise unknown(f"option of {name}", option, parameters)
-    try:
-        return known[name](**options)
-    except DwindleError:
-        raise
-    except (TypeError, ValueError) as error:
-        given = ", ".join(f"{n}={v!r}" for n, v in options.items())
-        raise DwindleError(
-            f"{name}({given}) has a setting of the wrong type ({error}); see its constructor."
-        ) from error
+    return known[name](**options)
 
 
 def changed(recipe: Any, settings: Iterable[str]) -> Any:
@@ -141,12 +117,8 @@ def changed(recipe: Any, settings: Iterable[str]) -> Any:
                 recipe, method_options={**recipe.method_options, key.removeprefix("method."): value}
             )
         elif key in fields and key != "method_options":
-            wanted = typing.get_type_hints(type(recipe))[key]
-            kinds = set(typing.get_args(wanted) or (wanted,))
-            if type(value) not in kinds | ({int} if float in kinds else set()):
-                names = sorted("None" if kind is type(None) else kind.__name__ for kind in kinds)
-                raise DwindleError(f"--set {setting}: {key} is {' or '.join(names)}, and '{text}' is not.")
             recipe = dataclasses.replace(recipe, **{key: value})
+            check_fields(recipe)
         else:
             raise unknown(
                 "recipe setting", key, fields - {"method_options"}, hint="settings of the method are method.NAME"

@@ -6,30 +6,99 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import ranks
 from ..errors import DwindleError
-from ..files import check_folder, draft
+from ..files import check_folder, draft, lock, unlock, writing
 
 STATE = "state.pt"
+BEGUN = ".begun"  # in the folder of a run that has not ended
 
 
-def claim_folder(out: Path, resume: bool) -> None:
-    """Refuse a folder that holds another run, or none to resume, or that nothing can be written to."""
-    check_folder(out)
-    if not resume and (out / STATE).exists():
-        raise DwindleError(f"{out} holds a run already; go on with --resume, or choose another --out.")
-    if resume and not (out / STATE).exists():
-        raise DwindleError(f"{out} holds no run to resume; leave --resume out to start one.")
+class Claim:
+    """A run's folder, which one run at a time writes to: `with claim:` while it trains. Refused are a folder that holds
+    another run, or none to resume, or that nothing can be written to, or in which another run is at work.
+
+    The file system gives the folder back when the process ends, however it ends. The mark that is locked stays where a
+    run was killed, so that --resume knows one that was killed before its first save. Of several processes one claims.
+    """
+
+    def __init__(self, out: Path, resume: bool) -> None:
+        self.out, self.mark = out, out / BEGUN
+        self.file: int | None = None
+        check_folder(out)
+        if self.mark.exists():
+            self._lock()
+            self._unlock()
+        self.state = self._stamp()
+        if not resume and self.state:
+            raise DwindleError(f"{out} holds a run already; go on with --resume, or choose another --out.")
+        if resume and not self.state:
+            raise DwindleError(f"{out} holds no run to resume; leave --resume out to start one.")
+
+    def __enter__(self) -> None:
+        refusal = None
+        if ranks.rank() == 0:
+            try:
+                self._begin()
+            except DwindleError as error:
+                refusal = str(error)
+        if refusal := ranks.gathered(refusal)[0]:
+            raise DwindleError(refusal)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if self.file is not None:
+            self.state = self._stamp()
+            self._end(stopped=kind is not None and not issubclass(kind, DwindleError))
+
+    def _begin(self) -> None:
+        self.made = [folder for folder in (self.out, *self.out.parents) if not folder.exists()]
+        with writing(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+            self._lock()
+        if self._stamp() != self.state:
+            self._end()
+            raise DwindleError(f"Another run wrote to {self.out} since this one was begun; choose another --out.")
+
+    def _end(self, stopped: bool = False) -> None:
+        """Take away what this run only held, unless it was stopped, to go on some day."""
+        if not stopped:
+            self.mark.unlink(missing_ok=True)
+        self._unlock()
+        with suppress(OSError):
+            for folder in () if stopped else self.made:
+                folder.rmdir()
+
+    def _lock(self) -> None:
+        self.file = lock(self.mark)
+        if self.file is None:
+            raise DwindleError(f"Another run is at work in {self.out}; wait for its end, or choose another --out.")
+
+    def _unlock(self) -> None:
+        if self.file is not None:
+            unlock(self.file)
+        self.file = None
+
+    def _stamp(self) -> tuple[int, int] | None:
+        """Of the state: another file is another state."""
+        path = self.out / STATE
+        return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
 
 
 def write_state(out: Path, state: dict[str, Any]) -> None:
-    with draft(out / STATE) as scratch:
-        torch.save(state, scratch)
+    with draft(out / STATE) as place:
+        try:
+            torch.save(state, place)
+        except RuntimeError as error:  # so torch says that a file could not be written
+            raise OSError(str(error).partition("\n")[0]) from error
 
 
 def defaults(recipe: Any) -> dict[str, Any]:
@@ -74,7 +143,7 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
 def write_metrics(out: Path, history: list[dict[str, float]], noted: int = 0, by: str = "epoch") -> int:
     """metrics.csv, and TensorBoard's file from row `noted` on; returns how many rows are noted now."""
     names = list(dict.fromkeys(name for row in history for name in row))
-    with draft(out / "metrics.csv") as scratch, scratch.open("w", newline="") as file:
+    with draft(out / "metrics.csv") as place, place.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(history)
@@ -82,8 +151,18 @@ def write_metrics(out: Path, history: list[dict[str, float]], noted: int = 0, by
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return noted
-    with SummaryWriter(str(out / "tensorboard")) as board:
+    with writing(out / "tensorboard"), _quiet_threads(), SummaryWriter(str(out / "tensorboard")) as board:
         for row in history[noted:]:
             for name, value in row.items():
                 board.add_scalar(name, value, int(row[by]))
     return len(history)
+
+
+@contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """TensorBoard writes in a thread, whose error is raised here as well: it is said once."""
+    before, threading.excepthook = threading.excepthook, lambda _: None
+    try:
+        yield
+    finally:
+        threading.excepthook = before
