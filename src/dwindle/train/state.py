@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
@@ -118,12 +119,17 @@ def read_state(out: Path, given: dict[str, Any], recipe: Any) -> dict[str, Any]:
     """
     path = out / STATE
     try:
+        with ZipFile(path) as file:  # torch writes the checksums of its parts, and reads past them
+            if part := file.testzip():
+                raise BadZipFile(part)
         state = torch.load(path, map_location="cpu", weights_only=True)
+        old = defaults(recipe) | json.loads(state["given"])
+        if missing := {"step", "model", "optimizer", "history", "random"} - state.keys():
+            raise KeyError(*missing)
     except Exception as error:
         raise DwindleError(
             f"{path} cannot be read ({type(error).__name__}): it is damaged; start again with another --out."
         ) from error
-    old = defaults(recipe) | json.loads(state["given"])
     if others := differing(old, dict.fromkeys(old) | given):
         raise DwindleError(f"{out} was started with other settings: {others}; resume with the same ones.")
     return state
