@@ -7,8 +7,9 @@ import csv
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
@@ -35,30 +36,27 @@ class Claim:
     def __init__(self, out: Path, resume: bool) -> None:
         self.out, self.mark = out, out / BEGUN
         self.file: int | None = None
-        check_folder(out)
-        if self.mark.exists():
-            self._lock()
-            self._unlock()
-        self.state = self._stamp()
-        if not resume and self.state:
-            raise DwindleError(f"{out} holds a run already; go on with --resume, or choose another --out.")
-        if resume and not self.state:
-            raise DwindleError(f"{out} holds no run to resume; leave --resume out to start one.")
+        self.state: tuple[int, int] | None = None
+        _of_all(partial(self._look, resume))
 
     def __enter__(self) -> None:
-        refusal = None
-        if ranks.rank() == 0:
-            try:
-                self._begin()
-            except DwindleError as error:
-                refusal = str(error)
-        if refusal := ranks.gathered(refusal)[0]:
-            raise DwindleError(refusal)
+        _of_all(self._begin)
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if self.file is not None:
             self.state = self._stamp()
             self._end(stopped=kind is not None and not issubclass(kind, DwindleError))
+
+    def _look(self, resume: bool) -> None:
+        check_folder(self.out)
+        if self.mark.exists():
+            self._lock()
+            self._unlock()
+        self.state = self._stamp()
+        if not resume and self.state:
+            raise DwindleError(f"{self.out} holds a run already; go on with --resume, or choose another --out.")
+        if resume and not self.state:
+            raise DwindleError(f"{self.out} holds no run to resume; leave --resume out to start one.")
 
     def _begin(self) -> None:
         self.made = [folder for folder in (self.out, *self.out.parents) if not folder.exists()]
@@ -92,6 +90,18 @@ class Claim:
         """Of the state: another file is another state."""
         path = self.out / STATE
         return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
+
+
+def _of_all(step: Callable[[], None]) -> None:
+    """Done by one of several processes; what refuses it refuses all."""
+    refusal = None
+    if ranks.rank() == 0:
+        try:
+            step()
+        except DwindleError as error:
+            refusal = str(error)
+    if refusal := ranks.gathered(refusal)[0]:
+        raise DwindleError(refusal)
 
 
 def write_state(out: Path, state: dict[str, Any]) -> None:
