@@ -145,6 +145,19 @@ def test_damaged_and_foreign_checkpoints(folder, tmp_path):
         dwindle.save(build("vit", dwindle.Static()), tmp_path / "file")
 
 
+@pytest.mark.parametrize("source", [None, 3, b"x", "", "a" * 5000, "a\0b", "/dev/null", "x\n/y", "../..", ["x"]])
+def test_what_names_no_checkpoint(source):
+    with pytest.raises(dwindle.DwindleError):
+        dwindle.load(source)
+
+
+@pytest.mark.parametrize("extra", [{"a": object()}, {"a": {1, 2}}, {"classes": 3}, {"preprocess": 5}, {"recipe": []}])
+def test_what_is_said_besides_must_be_read_again(extra, tmp_path):
+    with pytest.raises(dwindle.DwindleError):
+        dwindle.save(build("vit", METHODS["Static"]()), tmp_path / "ck", extra=extra)
+    assert not list(tmp_path.iterdir())
+
+
 def test_names_and_hub_ids(monkeypatch, folder):
     with pytest.raises(dwindle.DwindleError, match="did you mean 'aht_deit_tiny_imagenet'"):
         dwindle.load("aht_deit_tiny_imagenett")

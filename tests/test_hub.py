@@ -14,6 +14,8 @@ import dwindle
 from conftest import METHODS, build, images_for
 from dwindle import download
 from dwindle.hub import push_to_hub
+from dwindle.train.build import build_vit
+from dwindle.train.recipe import Recipe
 
 
 @pytest.fixture
@@ -87,6 +89,8 @@ def online(monkeypatch):
 
 def test_without_a_network_it_is_said_soon(online, monkeypatch):
     """Nobody there, and one who takes the call and says nothing."""
+    from huggingface_hub import constants
+
     monkeypatch.setattr(download, "PATIENCE", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         for port in (9, silent.getsockname()[1]):
@@ -94,7 +98,9 @@ def test_without_a_network_it_is_said_soon(online, monkeypatch):
             begin = time.monotonic()
             with pytest.raises(dwindle.DwindleError, match=r"could not be fetched from the Hub \(it does not answer"):
                 dwindle.load("nobody/nothing")
-            assert time.monotonic() - begin < 3
+            with pytest.raises(dwindle.DwindleError, match="Weights for test_vit could not be fetched"):
+                build_vit(Recipe(model="test_vit"), 3)
+            assert time.monotonic() - begin < 5 and not constants.HF_HUB_OFFLINE
 
 
 def test_what_was_fetched_before_needs_no_network(online, monkeypatch, tmp_path):

@@ -30,13 +30,14 @@ from torch._dynamo.utils import counters
 import dwindle
 from dwindle import ranks
 from dwindle.backbones.base import _compiled_run
+from dwindle.errors import DwindleError
 from dwindle.methods.aht import _moments
 from dwindle.recipes import tiny_test
 from dwindle.train.batches import _compiled_augment
 from dwindle.train.evaluate import evaluate
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe
-from dwindle.train.state import STATE
+from dwindle.train.state import STATE, Claim
 from dwindle.train.step import shard
 
 # Processes are forked from one that has imported everything, and used nothing of it yet.
@@ -220,6 +221,21 @@ def test_every_image_is_evaluated_once(sizes, sharded):
     expected = _evaluated(sizes, sharded)
     assert expected["images"] == sum(sizes) and 1 < expected["depth"] < 2
     assert processes(2, _evaluated, sizes, sharded) == [expected] * 2
+
+
+def _refused(out: Path) -> str:
+    ranks.join("cpu")
+    try:
+        with Claim(out, resume=False):
+            return "taken"
+    except DwindleError as error:
+        return str(error)
+
+
+def test_a_folder_another_run_is_at_work_in_is_refused_to_every_process(tmp_path):
+    with Claim(tmp_path / "run", resume=False):
+        assert all("Another run is at work" in said for said in processes(2, _refused, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def _killed_at(save: int, operation: int, recipe: Recipe, data: str, out: Path) -> None:

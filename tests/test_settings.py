@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
@@ -13,7 +14,7 @@ import dwindle
 from dwindle.errors import DwindleError, unknown
 from dwindle.images import Preprocess
 from dwindle.lm import Router, Static
-from dwindle.methods import Method
+from dwindle.methods import Method, Verdict
 from dwindle.settings import Above0, Budget, Count, Share, Size, _kinds, checked, options
 from dwindle.train.recipe import Recipe
 
@@ -80,6 +81,31 @@ def test_what_is_taken():
         Thing(1.0, width=2.0)
     with pytest.raises(DwindleError, match="options = 3: it must be settings by name"):
         options(3, Part, "part")
+
+
+def test_a_method_of_somebody_else(tmp_path):
+    """Annotations that say more than is checked, or that cannot be read, refuse nothing that they allow."""
+
+    class Odd(Method):
+        def __init__(self, each: Callable[[int], int] = abs, missing: int = None, rest: Mapping[str, int] = {}):  # noqa
+            super().__init__()
+            self.each, self.missing, self.rest = each, missing, rest
+
+        def step(self, depth, tokens):
+            return Verdict(None)
+
+    class Unread(Method):
+        def __init__(self, what: Nowhere = 1) -> None:  # noqa: F821
+            super().__init__()
+            self.what = what
+
+    try:
+        Odd(len, None, {"a": 1}), Odd(missing=None), Odd(), Unread("anything")
+        for given in ({"each": 3}, {"missing": "x"}, {"rest": 3}, {"more": 1}):
+            with pytest.raises(DwindleError, match=next(iter(given))):
+                Odd(**given)
+    finally:
+        del Method.registry["Odd"], Method.registry["Unread"]
 
 
 def test_long_and_odd_names_are_shown_in_short():

@@ -261,12 +261,14 @@ def shipped() -> dict[str, Path]:
 
 def find(source: str | os.PathLike, revision: str | None = None) -> Path:
     """The folder behind a path, a shipped name or a Hub id."""
+    if not isinstance(source, str | os.PathLike):
+        raise DwindleError(f"{brief(source)} names no checkpoint; give a folder, a shipped name or a Hub id.")
     name = os.fspath(source)
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # unlike Path, it knows of names that no file can have
         return Path(name)
     if name in shipped():
         return shipped()[name]
-    if Path(name).exists():
+    if os.path.exists(name):
         raise DwindleError(f"{name} is a file; a checkpoint is a folder holding {CONFIG} and {WEIGHTS}.")
     if not is_hub_id(name):
         raise unknown("checkpoint", name, shipped(), hint="give a folder, a shipped name or a Hub id (owner/name)")
@@ -275,7 +277,7 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
 
 def family_of(name: str) -> str | None:
     """The backbone's, of the folder, shipped name or Hub id of that name. None: it is none of these."""
-    there = name in shipped() or Path(name).is_dir() or "/" in name
+    there = name in shipped() or os.path.isdir(name) or "/" in name
     return read_config(find(name))["backbone"]["family"] if there else None
 
 

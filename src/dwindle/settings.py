@@ -101,8 +101,9 @@ def checked(call: Call) -> Call:
         except TypeError as error:
             raise DwindleError(f"{owner} cannot be made of these settings ({error}); see what it takes.") from error
         for name in named:
-            if name in kinds and name in bound.arguments:
-                bound.arguments[name] = fitted(bound.arguments[name], kinds[name], name, owner)
+            given = bound.arguments.get(name, signature.parameters[name].default)
+            if name in kinds and given is not signature.parameters[name].default:
+                bound.arguments[name] = fitted(given, kinds[name], name, owner)
         return call(*bound.args, **bound.kwargs)
 
     return cast(Call, asked)
@@ -144,7 +145,7 @@ def _kinds(call: Any) -> dict[str, Any]:
     """Annotations by name; none where they cannot be read, as may be in somebody else's class."""
     try:
         return typing.get_type_hints(call, include_extras=True)
-    except NameError:
+    except (NameError, AttributeError, TypeError):
         return {}
 
 
@@ -160,7 +161,7 @@ def _fit(value: Any, kind: Any, owner: str) -> Any:
         return _fit_any(value, kind, owner)
     if origin is Literal and any(type(value) is type(choice) and value == choice for choice in args):
         return value
-    if origin in (tuple, list, Sequence) and isinstance(value, list | tuple | range):
+    if origin in (tuple, list) and isinstance(value, list | tuple | range):
         return _fit_each(value, kind, owner)
     if origin is dict and isinstance(value, dict):
         return {_fit(key, args[0], owner): _fit(held, args[1], owner) for key, held in value.items()}
@@ -170,10 +171,15 @@ def _fit(value: Any, kind: Any, owner: str) -> Any:
         return {name: fitted(held, kinds[name], name, owner) for name, held in value.items()}
     if kind in (int, float):
         return _fit_number(value, kind)
-    plain = isinstance(kind, type) and not typing.is_typeddict(kind)
-    if kind is Any or (plain and origin is None and isinstance(value, kind)) or (kind is None and value is None):
-        return value
-    raise _Unfit(f"be {_words(kind)}")
+    if typing.is_typeddict(kind) or origin in (Literal, tuple, list, dict):
+        raise _Unfit(f"be {_words(kind)}")
+    try:
+        fits = isinstance(value, origin or kind)
+    except TypeError:  # Any, and what else is no class
+        fits = True
+    if not fits:
+        raise _Unfit(f"be {_words(kind)}")
+    return value
 
 
 def _fit_any(value: Any, kind: Any, owner: str) -> Any:
@@ -219,7 +225,7 @@ def _words(kind: Any) -> str:
         return " or ".join(_words(one) for one in args)
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}"
-    if origin in (tuple, list, Sequence):
+    if origin in (tuple, list):
         count = f" of {len(args)}" if origin is tuple and Ellipsis not in args else ""
         return f"a list{count}, each {_words(args[0])}"
     if typing.is_typeddict(kind):

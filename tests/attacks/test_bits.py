@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import shutil
@@ -16,6 +17,8 @@ import dwindle
 from conftest import METHODS, build
 from dwindle.checkpoint import CONFIG, WEIGHTS, find, shipped
 from dwindle.int8 import quantize
+from dwindle.lm.recipes import tsa_tiny_test
+from dwindle.train.state import STATE, read_state, write_state
 
 MADE = {
     "aht": lambda: build("vit", METHODS["AHT"]()),
@@ -65,6 +68,26 @@ def test_those_that_ship_are_protected(name, tmp_path, tally):
         (folder / WEIGHTS).write_bytes(whole)
         tally(WEIGHTS in said(folder, WEIGHTS), f"byte {at}")
         whole[at] ^= 1
+
+
+def test_the_state_of_a_run(tmp_path, tally, many):
+    """torch reads past a flipped bit; a resumed run must not."""
+    recipe = tsa_tiny_test()
+    given = dataclasses.asdict(recipe)
+    state = {"model": {"a": torch.randn(100, 100)}, "given": json.dumps(given), "optimizer": {}, "random": {}}
+    state |= {"step": 3, "history": [{"loss": 0.5}]}
+    write_state(tmp_path, state)
+    whole, chance = (tmp_path / STATE).read_bytes(), random.Random(0)
+    before = str(read_state(tmp_path, given, recipe))
+    for _ in range(many(60, 3000)):
+        at, bit = chance.randrange(len(whole)), chance.randrange(8)
+        (tmp_path / STATE).write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+        try:
+            found = read_state(tmp_path, given, recipe)
+            same = torch.equal(found["model"]["a"], state["model"]["a"]) and str(found) == before
+        except dwindle.DwindleError as error:
+            same = STATE in str(error)
+        tally(same, f"bit {bit} of byte {at}")
 
 
 def test_cut_or_longer_files(tmp_path, tally):

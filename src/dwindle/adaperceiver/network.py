@@ -36,6 +36,7 @@ from .blocks import (
 
 MASKS = ("blocks", "open")
 Rising = Annotated[tuple[Size, ...], Count(1, 64)]
+Tokens = Annotated[tuple[Annotated[int, Within(1, 4096)], ...], Count(1, 64)]  # each of them sees all the others
 
 
 class Network(nn.Module):
@@ -53,7 +54,7 @@ class Network(nn.Module):
         depth: Depth = 21,
         heads: Size = 13,
         ffn_ratio: Annotated[float, Within(0, 64, over=True)] = 2.57,
-        tokens: Rising = (32, 64, 96, 128, 192, 256),
+        tokens: Tokens = (32, 64, 96, 128, 192, 256),
         widths: Rising | None = (416, 624, 832),
         layer_scale: float = 1e-5,
         rope_theta: Above0 = 10000.0,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ..checkpoint import find, load, load_vit_weights, read_config, shipped
+from ..download import no_waiting
 from ..errors import DwindleError, unknown
 from ..model import AdaptiveViT
 from .recipe import Recipe
@@ -21,10 +23,10 @@ def build_vit(recipe: Recipe, classes: int) -> Any:
         raise unknown("model", recipe.model, timm.list_models(), hint="timm.list_models('*vit*') names them")
     options: dict[str, Any] = {"img_size": recipe.image_size} if recipe.image_size else {}
     if recipe.weights in (None, "pretrained"):
+        pretrained = recipe.weights is not None
         try:
-            return timm.create_model(
-                recipe.model, pretrained=recipe.weights is not None, num_classes=classes, **options
-            )
+            with no_waiting() if pretrained else nullcontext():
+                return timm.create_model(recipe.model, pretrained=pretrained, num_classes=classes, **options)
         except TypeError as error:
             raise DwindleError(
                 f"{recipe.model} is no plain ViT that can be built with {options} ({error}); set another model."

@@ -7,10 +7,12 @@ import csv
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
@@ -34,30 +36,27 @@ class Claim:
     def __init__(self, out: Path, resume: bool) -> None:
         self.out, self.mark = out, out / BEGUN
         self.file: int | None = None
-        check_folder(out)
-        if self.mark.exists():
-            self._lock()
-            self._unlock()
-        self.state = self._stamp()
-        if not resume and self.state:
-            raise DwindleError(f"{out} holds a run already; go on with --resume, or choose another --out.")
-        if resume and not self.state:
-            raise DwindleError(f"{out} holds no run to resume; leave --resume out to start one.")
+        self.state: tuple[int, int] | None = None
+        _of_all(partial(self._look, resume))
 
     def __enter__(self) -> None:
-        refusal = None
-        if ranks.rank() == 0:
-            try:
-                self._begin()
-            except DwindleError as error:
-                refusal = str(error)
-        if refusal := ranks.gathered(refusal)[0]:
-            raise DwindleError(refusal)
+        _of_all(self._begin)
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if self.file is not None:
             self.state = self._stamp()
             self._end(stopped=kind is not None and not issubclass(kind, DwindleError))
+
+    def _look(self, resume: bool) -> None:
+        check_folder(self.out)
+        if self.mark.exists():
+            self._lock()
+            self._unlock()
+        self.state = self._stamp()
+        if not resume and self.state:
+            raise DwindleError(f"{self.out} holds a run already; go on with --resume, or choose another --out.")
+        if resume and not self.state:
+            raise DwindleError(f"{self.out} holds no run to resume; leave --resume out to start one.")
 
     def _begin(self) -> None:
         self.made = [folder for folder in (self.out, *self.out.parents) if not folder.exists()]
@@ -93,6 +92,18 @@ class Claim:
         return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
 
 
+def _of_all(step: Callable[[], None]) -> None:
+    """Done by one of several processes; what refuses it refuses all."""
+    refusal = None
+    if ranks.rank() == 0:
+        try:
+            step()
+        except DwindleError as error:
+            refusal = str(error)
+    if refusal := ranks.gathered(refusal)[0]:
+        raise DwindleError(refusal)
+
+
 def write_state(out: Path, state: dict[str, Any]) -> None:
     with draft(out / STATE) as place:
         try:
@@ -118,12 +129,17 @@ def read_state(out: Path, given: dict[str, Any], recipe: Any) -> dict[str, Any]:
     """
     path = out / STATE
     try:
+        with ZipFile(path) as file:  # torch writes the checksums of its parts, and reads past them
+            if part := file.testzip():
+                raise BadZipFile(part)
         state = torch.load(path, map_location="cpu", weights_only=True)
+        old = defaults(recipe) | json.loads(state["given"])
+        if missing := {"step", "model", "optimizer", "history", "random"} - state.keys():
+            raise KeyError(*missing)
     except Exception as error:
         raise DwindleError(
             f"{path} cannot be read ({type(error).__name__}): it is damaged; start again with another --out."
         ) from error
-    old = defaults(recipe) | json.loads(state["given"])
     if others := differing(old, dict.fromkeys(old) | given):
         raise DwindleError(f"{out} was started with other settings: {others}; resume with the same ones.")
     return state
