@@ -9,6 +9,7 @@ import glob
 import json
 import logging
 import os
+import re
 import shutil
 import statistics
 import warnings
@@ -197,7 +198,7 @@ def program(graph: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
             kind = type(graph.model.method).__name__ if isinstance(graph, Graph) else type(graph).__name__
             raise DwindleError(
                 f"{kind} cannot be recorded as one graph ({type(error).__name__}: {str(error).splitlines()[0]}); "
-                "export AHT, A-ViT or Static."
+                "a method that shall be exported decides by tensors alone, without .item() or `if` on their values."
             ) from error
 
 
@@ -225,19 +226,26 @@ def open_compiled(path: str | os.PathLike) -> Call:
 
 
 def _write_onnx(recorded: torch.export.ExportedProgram, path: Path, about: dict[str, str]) -> None:
-    with _quiet(), torch.no_grad():
-        made: Any = torch.onnx.export(
-            recorded,
-            input_names=["images"],
-            output_names=["logits", "depth"][: len(recorded.graph_signature.user_outputs)],
-            opset_version=OPSET,
-            dynamo=True,
-            verbose=False,
-            custom_translation_table={
-                torch.ops.aten.scaled_dot_product_attention.default: _attention,
-                torch.ops.aten.sort.stable: _stable_sort,
-            },
-        )
+    try:
+        with _quiet(), torch.no_grad():
+            made: Any = torch.onnx.export(
+                recorded,
+                input_names=["images"],
+                output_names=["logits", "depth"][: len(recorded.graph_signature.user_outputs)],
+                opset_version=OPSET,
+                dynamo=True,
+                verbose=False,
+                custom_translation_table={
+                    torch.ops.aten.scaled_dot_product_attention.default: _attention,
+                    torch.ops.aten.sort.stable: _stable_sort,
+                },
+            )
+    except torch.onnx.OnnxExporterError as error:
+        unknown_to_it = re.search(r"OpOverload\(op='([\w.]+)'", str(error))
+        raise DwindleError(
+            f"ONNX has no {unknown_to_it[1] if unknown_to_it else 'form of this graph'}, which the method uses; "
+            "export to torch-export or aoti."
+        ) from error
     made.model.metadata_props.update(about)
     size = sum(p.numel() * p.element_size() for p in recorded.parameters())
     made.save(path, external_data=size > EMBEDDED)
