@@ -281,7 +281,7 @@ def _stable_sort(values: Any, *, stable: bool | None = None, dim: int = -1, desc
     """ONNX has no sort, but of equals its TopK takes the first first, as a stable sort does."""
     from onnxscript import opset20 as op
 
-    count = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
+    count = op.Shape(values, start=dim, end=(dim + 1) or None)
     return op.TopK(values, count, axis=dim, largest=int(descending), sorted=1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,7 +105,7 @@ class DynamicViT(Method):
             return Verdict(keep, gate=so_far, record=record | {"kept": gate * patch})
         if self.count == "fixed":
             # int(rho^s N) of the patches the image began with.
-            share = math.prod([self.keep] * (self.stages.index(layer) + 1))  # AOTInductor knows no power of a constant
+            share = self.keep.expand(self.stages.index(layer) + 1).prod()  # AOTInductor knows no power of a constant
             begun = (tokens.shape[1] - tokens.prefix) * share
             keep = tokens.rank(logit.masked_fill(~patch, -torch.inf)) < (begun + 1e-4).floor()
         else:
