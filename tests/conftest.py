@@ -130,6 +130,16 @@ FEWEST = {"Static": 1, "Shallow": 1} | dict.fromkeys(
 )
 
 
+def flop_counter() -> FlopCounterMode:
+    """torch's, which before its 2.14 does not know a CPU's attention."""
+
+    def flops(query, key, value, *_, **__) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return FlopCounterMode(display=False, custom_mapping={attention: flops})
+
+
 def parting(method: Method) -> Method:
     """Marks a method that stops whole images: `build` turns its threshold until the images part."""
     method.parting = True
@@ -179,16 +189,6 @@ def images_for(model: dwindle.AdaptiveViT, count: int = 5, dtype: torch.dtype = 
     height, width = model.backbone.shape.image
     scale = torch.linspace(0.5, 2, count).view(-1, 1, 1, 1)  # so that images differ in how long they take
     return (torch.randn(count, 3, height, width, generator=generator) * scale).to(dtype)
-
-
-def flop_counter() -> FlopCounterMode:
-    """torch's, which before its 2.14 does not know a CPU's attention."""
-
-    def flops(query, key, value, *_, **__) -> int:
-        return sdpa_flop_count(query, key, value)
-
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return FlopCounterMode(display=False, custom_mapping={attention: flops})
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
