@@ -16,6 +16,7 @@ from timm.layers import SwiGLUPacked
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import dwindle
 from dwindle.engine import graph, recording
@@ -129,6 +130,16 @@ OFF: dict[str, Callable[[], Method]] = {
 FEWEST = {"Static": 1, "Shallow": 1} | dict.fromkeys(
     ("AHT_late", "ACT", "PonderNet", "Confidence", "Similarity", "Similarity_cosine", "DynamicViT_image"), 2
 )
+
+
+def flop_counter() -> FlopCounterMode:
+    """torch's, which before its 2.14 does not know a CPU's attention."""
+
+    def flops(query, key, value, *_, **__) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return FlopCounterMode(display=False, custom_mapping={attention: flops})
 
 
 def parting(method: Method) -> Method:

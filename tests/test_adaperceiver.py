@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.utils.flop_counter import FlopCounterMode
 
 import dwindle
-from conftest import edit
+from conftest import edit, flop_counter
 from dwindle.adaperceiver.blocks import attend_mask, attend_steps, block_mask, drawn_mask, steps
 from dwindle.adaperceiver.cost import embed_macs, nested_macs, setting_macs
 
@@ -61,7 +60,7 @@ def test_macs_against_torchs_counter(tokens, depth, width, outputs, mask):
     model = tiny(torch.float32, outputs=outputs, mask=mask)
 
     def flops(count: int) -> float:
-        with FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             out = model(images(count, torch.float32), tokens, depth, width)
         assert float(model.macs(out.trace)[0]) == setting_macs(model, tokens, depth, width)
         return counter.get_total_flops() / 2
@@ -374,10 +373,10 @@ def test_input_tokens_asked_for_before(mask):
         torch.testing.assert_close(model(x, **setting, patches=patches).logits, model(x, **setting).logits)
     with pytest.raises(dwindle.DwindleError, match=r"patches of shape \(2, 16, 32\).*\(4, 16, 32\)"):
         model(x, patches=patches[:2])
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         model(x, patches=patches)
     less = counter.get_total_flops()
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         model(x)
     assert counter.get_total_flops() - less == 2 * 4 * embed_macs(model, model.patches())
 

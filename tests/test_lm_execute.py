@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
+from conftest import flop_counter
 from dwindle.errors import DwindleError
 from dwindle.lm import TSA, AdaptiveLM, CharLM, EarlyExit, LMSize, MoD, Random, Router, Static, adapt_lm
 from dwindle.lm.bench import forced_keep
@@ -199,7 +199,7 @@ def test_attention_of_some_is_that_of_all(heads, length, share):
 
 def test_cost_against_torch_and_by_hand():
     model, ids = build(Static()), ids_for(2, 24)
-    counter = FlopCounterMode(display=False)
+    counter = flop_counter()
     with torch.no_grad(), counter:
         trace = model(ids, "masked").trace
     shape = model.backbone.shape

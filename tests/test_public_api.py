@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import dwindle
 
@@ -24,6 +26,60 @@ def test_import_is_lean():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
+LEAN = """
+import sys
+from importlib.machinery import PathFinder
+
+REFUSED = {
+    "datasets", "fastapi", "huggingface_hub", "matplotlib", "onnx", "onnxruntime", "onnxscript", "optuna", "pandas",
+    "prometheus_client", "pyarrow", "ray", "rich", "scipy", "starlette", "tensorboard", "transformers", "typer",
+    "uvicorn",
+}
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in REFUSED else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+
+import dwindle
+
+vit = VisionTransformer(img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2, num_classes=5)
+model = dwindle.adapt(vit, dwindle.AHT(stages=(1, 2), budget=0.6))
+images = torch.randn(3, 3, 32, 32)
+model.train()
+model.loss(model(images), torch.tensor([0, 1, 2]))["total"].backward()
+model.eval()
+again = dwindle.load(dwindle.save(model, sys.argv[1] + "/tiny"))
+with torch.no_grad():
+    wanted = model(images)
+    assert torch.equal(again(images).logits, wanted.logits)
+    assert torch.equal(model(images, layout="masked").trace.depth, wanted.trace.depth)
+try:
+    import rich
+except ModuleNotFoundError:
+    print("held")
+"""
+
+
+def test_the_library_needs_only_torch_timm_numpy_safetensors_and_pillow(tmp_path):
+    """Adapted, trained, saved, loaded and run, where everything else that Dwindle uses cannot be imported."""
+    ended = subprocess.run([sys.executable, "-c", LEAN, str(tmp_path)], capture_output=True, text=True)
+    assert ended.stdout.strip() == "held", ended.stderr[-2000:]
+
+
+def test_every_dependency_says_from_which_version_on():
+    """.ci/floors tests with these."""
+    with (Path(__file__).parents[1] / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    named = [line for group in (project["dependencies"], *project["optional-dependencies"].values()) for line in group]
+    assert [line for line in named if ">=" not in line] == ["dwindle[hf,search,serve,onnx]"]
+
+
 def test_version():
     from importlib.metadata import version
 
@@ -33,7 +89,6 @@ def test_version():
 def test_a_method_is_one_file(tmp_path):
     """docs/add_a_method.md's example, as written there."""
     import re
-    from pathlib import Path
 
     import torch
 

@@ -9,6 +9,7 @@ import glob
 import json
 import logging
 import os
+import re
 import shutil
 import statistics
 import warnings
@@ -76,6 +77,7 @@ def export(model: AdaptiveViT, to: str, out: str | os.PathLike, *, seconds: floa
     path = Path(out)
     if path.is_dir() or path.suffix != FORMS[to]:
         raise DwindleError(f"--out {path}: {to} is written to a file that ends in {FORMS[to]}; name one.")
+    _check_tools(to)
     model = model.eval().cpu().float()
     if is_int8(model):
         raise DwindleError(
@@ -90,7 +92,7 @@ def export(model: AdaptiveViT, to: str, out: str | os.PathLike, *, seconds: floa
         "aoti": (_write_compiled, open_compiled),
     }[to]
     try:
-        write(Graph(model, worthwhile_moves(model, photos)), photos, draft, _about(model))
+        write(program(Graph(model, worthwhile_moves(model, photos)), photos), draft, _about(model))
         result = {"out": str(path), "form": to, **check(model, open_(draft), photos)}
         if to == "onnx":
             result["opset"] = OPSET
@@ -142,7 +144,7 @@ def _race(
 
     On one thread, as a server runs many at a time, and on all: what decides is too small to share between threads.
     """
-    write(model.vit, photos, path, {})
+    write(program(model.vit, photos), path, {})
     rows, every = [], torch.get_num_threads()
     with torch.inference_mode():
         share = float(model.cost(model(photos, layout="packed").trace))
@@ -196,12 +198,12 @@ def program(graph: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
             kind = type(graph.model.method).__name__ if isinstance(graph, Graph) else type(graph).__name__
             raise DwindleError(
                 f"{kind} cannot be recorded as one graph ({type(error).__name__}: {str(error).splitlines()[0]}); "
-                "export AHT, A-ViT or Static."
+                "a method that shall be exported decides by tensors alone, without .item() or `if` on their values."
             ) from error
 
 
-def _write_program(graph: nn.Module, images: Tensor, path: Path, about: dict[str, str]) -> None:
-    torch.export.save(program(graph, images), path, extra_files=about)
+def _write_program(recorded: torch.export.ExportedProgram, path: Path, about: dict[str, str]) -> None:
+    torch.export.save(recorded, path, extra_files=about)
 
 
 def open_program(path: str | os.PathLike) -> Call:
@@ -210,10 +212,7 @@ def open_program(path: str | os.PathLike) -> Call:
     return module
 
 
-def _write_compiled(graph: nn.Module, images: Tensor, path: Path, about: dict[str, str]) -> None:
-    if shutil.which("g++") is None and shutil.which("clang++") is None and "CXX" not in os.environ:
-        raise DwindleError("AOTInductor needs a C++ compiler, and there is none here; install g++, or export to onnx.")
-    recorded = program(graph, images)
+def _write_compiled(recorded: torch.export.ExportedProgram, path: Path, about: dict[str, str]) -> None:
     with _quiet(), torch.no_grad():
         torch._inductor.aoti_compile_and_package(
             recorded, package_path=str(path), inductor_configs={"aot_inductor.metadata": about}
@@ -226,23 +225,29 @@ def open_compiled(path: str | os.PathLike) -> Call:
     return module
 
 
-def _write_onnx(graph: nn.Module, images: Tensor, path: Path, about: dict[str, str]) -> None:
-    _needs("onnx", "onnxscript", "onnxruntime")
-    names = ["logits", "depth"] if isinstance(graph, Graph) else ["logits"]
-    recorded = program(graph, images)
-    with _quiet(), torch.no_grad():
-        made: Any = torch.onnx.export(
-            recorded,
-            (images,),
-            input_names=["images"],
-            output_names=names,
-            opset_version=OPSET,
-            dynamo=True,
-            verbose=False,
-            custom_translation_table={torch.ops.aten.scaled_dot_product_attention.default: _attention},
-        )
+def _write_onnx(recorded: torch.export.ExportedProgram, path: Path, about: dict[str, str]) -> None:
+    try:
+        with _quiet(), torch.no_grad():
+            made: Any = torch.onnx.export(
+                recorded,
+                input_names=["images"],
+                output_names=["logits", "depth"][: len(recorded.graph_signature.user_outputs)],
+                opset_version=OPSET,
+                dynamo=True,
+                verbose=False,
+                custom_translation_table={
+                    torch.ops.aten.scaled_dot_product_attention.default: _attention,
+                    torch.ops.aten.sort.stable: _stable_sort,
+                },
+            )
+    except torch.onnx.OnnxExporterError as error:
+        unknown_to_it = re.search(r"OpOverload\(op='([\w.]+)'", str(error))
+        raise DwindleError(
+            f"ONNX has no {unknown_to_it[1] if unknown_to_it else 'form of this graph'}, which the method uses; "
+            "export to torch-export or aoti."
+        ) from error
     made.model.metadata_props.update(about)
-    size = sum(p.numel() * p.element_size() for p in graph.parameters())
+    size = sum(p.numel() * p.element_size() for p in recorded.parameters())
     made.save(path, external_data=size > EMBEDDED)
     # The exporter's optimiser transposes weights and leaves their old shapes behind, on which quantisers stumble.
     import onnx
@@ -270,6 +275,14 @@ def _attention(
     if attn_mask is not None:
         scores = op.Add(scores, attn_mask)
     return op.MatMul(op.Softmax(scores, axis=-1), value)
+
+
+def _stable_sort(values: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """ONNX has no sort, but of equals its TopK takes the first first, as a stable sort does."""
+    from onnxscript import opset20 as op
+
+    count = op.Shape(values, start=dim, end=(dim + 1) or None)
+    return op.TopK(values, count, axis=dim, largest=int(descending), sorted=1)
 
 
 def open_onnx(path: str | os.PathLike, threads: int | None = None) -> Call:
@@ -300,6 +313,14 @@ def _flushing() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(before)
+
+
+def _check_tools(to: str) -> None:
+    """Said before anything is recorded, which takes a while."""
+    if to == "onnx":
+        _needs("onnx", "onnxscript", "onnxruntime")
+    if to == "aoti" and not (shutil.which("g++") or shutil.which("clang++") or "CXX" in os.environ):
+        raise DwindleError("AOTInductor needs a C++ compiler, and there is none here; install g++, or export to onnx.")
 
 
 def _needs(*packages: str) -> None:

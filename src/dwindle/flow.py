@@ -59,6 +59,7 @@ class Flow(Masked):
     front: int | None = None  # only so many tokens, the first, are read in the end; None: all
     moves: Collection[int] | None = None  # blocks after which live rows are moved together; None: each that decides
     depth: int = 0
+    compact: bool = True  # the live rows of each image are its first
     bequeathing: bool = False  # those who stop now have heirs
     stopped: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # (who of the rows, home, value)
 
@@ -114,7 +115,7 @@ class Flow(Masked):
         after = replace(self, depth=self.depth + 1, **self.forget())
         if keep is None:
             return after
-        after.live, after.whole = self.live & keep, False
+        after.live, after.whole, after.compact = self.live & keep, False, False
         if not self._front_stays:
             after.stopped = [*self.stopped, self._picked(self.live & ~keep)]
         order = after._order() if self.moves is None or after.depth in self.moves else None
@@ -130,6 +131,12 @@ class Flow(Masked):
         after.notes = after.notes | {"standing_for": size, "key_bias": size.log()}
         return after
 
+    def pad(self, rows: Tensor) -> Tensor:
+        return rows if self.compact else super().pad(rows)
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        return padded if self.compact else super().unpad(padded)
+
     def _order(self) -> Tensor:
         """(B, longest) which rows to keep: live ones first, in their order; as many as the longest image has."""
         rows = self.x.shape[1]
@@ -137,8 +144,18 @@ class Flow(Masked):
         longest: Any = self.live.long().sum(1).max().clamp_min(least).item()
         torch._check(longest >= least)
         torch._check(longest <= rows)
+        return self._queue.topk(longest, dim=1, largest=False)[1]
+
+    @property
+    def _queue(self) -> Tensor:
+        """(B, n) a place for each row, all different: live rows in their order, then the others."""
+        rows = self.x.shape[1]
         index = torch.arange(rows, device=self.x.device)
-        return torch.where(self.live, index, index + rows).topk(longest, dim=1, largest=False)[1]
+        return torch.where(self.live, index, index + rows)
+
+    @property
+    def _live_first(self) -> Tensor:
+        return self._queue.argsort(-1)
 
     def _moved(self, order: Tensor, but: Collection[str] = ()) -> Flow:
         """Only these rows. `but`: notes that will be others."""
@@ -152,7 +169,7 @@ class Flow(Masked):
 
         notes = {name: taken(note) for name, note in self.notes.items() if name not in but}
         x = self.x if but else taken(self.x)
-        return replace(self, x=x, notes=notes, live=taken(self.live), home=taken(self.home))
+        return replace(self, x=x, notes=notes, live=taken(self.live), home=taken(self.home), compact=True)
 
     def _inherited(self, keys: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor]:
         """States and sizes of the rows `order` (None: all): as one matrix product, as runtimes are slow to scatter.

@@ -186,7 +186,11 @@ class HuggingFaceViT(Backbone):
             linears = [getattr(attention.attention, name, None) for name in ("query", "key", "value")]
             linears.append(getattr(getattr(attention, "output", None), "dense", None))
         linears += [getattr(mlp, "fc1", None), getattr(mlp, "fc2", None)]
-        act = activation_name(getattr(mlp, "activation_fn", None) or getattr(mlp, "activation", None))
+        function = getattr(mlp, "activation_fn", None) or getattr(mlp, "activation", None)
+        if mlp is None and hasattr(block, "intermediate"):  # likewise
+            linears[-2:] = [getattr(half, "dense", None) for half in (block.intermediate, block.output)]
+            function = getattr(block.intermediate, "intermediate_act_fn", None)
+        act = activation_name(function)
         known = all(type(layer) in LINEAR for layer in linears) and act is not None and as_written(block)
         if not known or type(before) is not nn.LayerNorm or type(after) is not nn.LayerNorm:
             return None

@@ -99,7 +99,8 @@ class DynamicViT(Method):
             return Verdict(keep, gate=so_far, record=record | {"kept": gate * patch})
         if self.count == "fixed":
             # int(rho^s N) of the patches the image began with.
-            begun = (tokens.shape[1] - tokens.prefix) * self.keep ** (self.stages.index(layer) + 1)
+            share = self.keep.expand(self.stages.index(layer) + 1).prod()  # AOTInductor knows no power of a constant
+            begun = (tokens.shape[1] - tokens.prefix) * share
             keep = tokens.rank(logit.masked_fill(~patch, -torch.inf)) < (begun + 1e-4).floor()
         else:
             keep = torch.sigmoid(logit) >= self.threshold
