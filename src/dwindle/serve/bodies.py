@@ -46,9 +46,11 @@ class Bodies:
 
     async def _fill(self, body: Body, request: Request, most: int) -> None:
         too_much = Refused(413, f"The request has more than the {most} bytes allowed; send a smaller image.")
-        if request.headers.get("content-encoding", "identity").lower() != "identity":
-            raise Refused(415, "The body has a Content-Encoding; send it as it is.")
-        declared = request.headers.get("content-length", "")
+        said = request.headers
+        encoded = said.get("content-encoding", "identity").lower() != "identity"
+        if encoded or said.get("transfer-encoding", "chunked").lower() != "chunked":
+            raise Refused(415, "The body has a Content-Encoding or Transfer-Encoding; send it as it is, or in chunks.")
+        declared = said.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > most:
             raise too_much
         try:

@@ -9,6 +9,7 @@ import asyncio
 import enum
 import ipaddress
 import logging
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -21,6 +22,7 @@ from .guard import EXTRA, answer
 from .limits import Limits, Refused
 from .metrics import Metrics
 
+ACCEPTED, KNOCKING = 16, 4096  # connections: let in at a time, and before they are
 FILES = 128  # open besides connections
 SLICE = 4096  # bytes of a head that are read between two looks at how many there are
 SWEEP = 0.5  # seconds between two looks for those whose time is over
@@ -91,6 +93,7 @@ class Connection(HttpToolsProtocol):
         self.phase, self.since = Phase.IDLE, self.loop.time()
         self.stuck: float | None = None  # since when the client takes nothing of what was written
         self.deaf = False  # what else comes is of no interest
+        self.last = False  # closes with the end of the body that is coming
         self.arrived = 0.0  # the first byte of the request
         self.read = self.begin = 0  # bytes: all, and when the piece was in which the request begins
         self.told = self.fields = self.body = self.chunks = 0  # of this request
@@ -99,7 +102,7 @@ class Connection(HttpToolsProtocol):
     # What uvicorn and its parser call
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, Lingering(self, transport)))
         self.peer = _peer(self.client)
         self._enter(Phase.IDLE)
         self.all.add(self)
@@ -118,6 +121,8 @@ class Connection(HttpToolsProtocol):
             if self.read - self.begin - self.body > self._framing():
                 self.all.dropped("malformed")
                 self.refuse(self._too_long())
+            elif self.body > self.limits.body and not self._answering():
+                self._close()  # it has its answer, and sends on
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -140,6 +145,8 @@ class Connection(HttpToolsProtocol):
         self._check(ahead < self.limits.pipelined, Refused(429, "Too many requests before an answer.", 1))
         self.scope["state"] |= {"arrived": self.arrived, "gone": self.transport.is_closing}
         super().on_headers_complete()
+        if self.parser.should_upgrade():  # to nothing that is spoken here; the parser reads no further
+            self.cycle.keep_alive = False
         self._enter(Phase.BODY)
 
     def on_chunk_header(self) -> None:
@@ -153,6 +160,8 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._enter(Phase.OURS if self._answering() else Phase.IDLE)
+        if self.last:
+            self._close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -261,6 +270,22 @@ class Connection(HttpToolsProtocol):
             raise refusal
 
 
+class Lingering:
+    """A transport that is not closed while a body comes: an answer given before its end would be lost."""
+
+    def __init__(self, connection: Connection, transport: asyncio.Transport) -> None:
+        self.connection, self.transport = connection, transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+    def close(self) -> None:
+        if self.connection.phase is Phase.BODY and not self.connection.deaf:
+            self.connection.last = True
+        else:
+            self.transport.close()
+
+
 def _peer(client: tuple[str, int] | None) -> str:
     """Who counts as one: an IPv4 address, or the network that an IPv6 host has for itself."""
     try:
@@ -286,9 +311,17 @@ def served_by(app: FastAPI, limits: Limits, metrics: Metrics) -> uvicorn.Server:
         server_header=False,
         timeout_keep_alive=round(limits.idle_seconds),
         timeout_graceful_shutdown=round(limits.seconds),
-        backlog=512,
+        backlog=ACCEPTED,
     )
-    return uvicorn.Server(config)
+    return Server(config)
+
+
+class Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """The backlog is also how many asyncio lets in at once, before it looks at those who are in. More may knock."""
+        await super().startup(sockets)
+        for listening in sockets or []:
+            listening.listen(KNOCKING)
 
 
 def _places(wanted: int) -> int:

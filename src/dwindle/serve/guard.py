@@ -61,8 +61,9 @@ class Guard:
         try:
             if refusal := self._refusal(scope):
                 await _send(refusal, sending)
-            else:
-                await self.app(scope, receive, sending)
+            else:  # HEAD is answered as GET is; uvicorn leaves the body out
+                method = "GET" if scope["method"] == "HEAD" else scope["method"]
+                await self.app(scope | {"method": method}, receive, sending)
         except Exception as error:
             log.error("unforeseen error", exc_info=error)
             if status:  # half an answer is out

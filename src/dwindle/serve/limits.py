@@ -36,7 +36,7 @@ class Limits:
     # Of a connection
     idle_seconds: float = 10.0  # between two requests
     taking_seconds: float = 30.0  # for a client to take its answer
-    pipelined: int = 16  # requests sent before the first of them is answered
+    pipelined: int = 8  # requests sent before the first of them is answered
 
     # Of a batch
     batch: int = 32  # images that run together
