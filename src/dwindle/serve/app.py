@@ -30,11 +30,12 @@ from .guard import Guard, Hosts
 from .limits import Limits, Refused
 from .metrics import Metrics
 from .models import PASSES, Served
-from .pictures import Memory, from_base64, look
+from .pictures import Larger, Memory, from_base64, look
 from .schema import ANSWER, BATCH, BATCH_BODY, ERRORS, EXPLAINED, HEALTH, IMAGE_BODY, MODELS, SAMPLES
 
 log = logging.getLogger("dwindle.serve")
 WORKERS = 4  # batches that may run at the same time on a CPU
+LARGE = 1 << 22  # pixels; an image counts as one more for each of these
 PAGE = {
     "": ("index.html", "text/html"),
     "app.js": ("app.js", "text/javascript"),
@@ -73,14 +74,19 @@ def create_app(
     on_cpu = all(served.device.type == "cpu" for served in models)
     batcher = Batcher(limits, metrics.ran, min(cores, WORKERS) if on_cpu else 1, cores)
     metrics.watch(lambda: batcher.admitted)
-    bodies, memory = Bodies(limits), Memory(limits.decoded)
-    decoding = ThreadPoolExecutor(max(os.cpu_count() or 1, 1), "dwindle-decode")
+    bodies = Bodies(limits)
+    # Large images wait for each other, and small ones do not wait for them.
+    decoding, decoding_large = (
+        ThreadPoolExecutor(os.cpu_count() or 1, f"dwindle-{name}") for name in ("small", "large")
+    )
+    memory, memory_large = Memory(limits.decoded // 4), Memory(limits.decoded * 3 // 4)
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(batcher.close)
-        decoding.shutdown(wait=False, cancel_futures=True)
+        for pool in (decoding, decoding_large):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(
         title="Dwindle", version=__version__, lifespan=life, docs_url=None, redoc_url=None, redirect_slashes=False
@@ -108,20 +114,24 @@ def create_app(
         except TimeoutError:
             raise late from None
 
-    async def in_thread(call: Any, *given: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(decoding, call, *given)
+    async def in_thread(call: Any, *given: Any, pool: ThreadPoolExecutor = decoding) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(pool, call, *given)
 
     async def seen(asked: Asked, served: Served, image: Any, use: Callable[[Image.Image], Any]) -> Any:
         """What `use` makes of the part of an image that the model sees. image: its bytes, or a string in base64."""
 
-        def made() -> Any:
+        def made(memory: Memory, expected: int) -> Any:
             if asked.gone():
                 raise Refused(400, "The client left before its answer.")
             data = image if isinstance(image, bytearray) else from_base64(image, limits)
             part = served.preprocess.seen
-            return look(data, limits, lambda photo: use(part(photo)), served.preprocess, memory, asked.until)
+            return look(data, limits, lambda photo: use(part(photo)), served.preprocess, memory, asked.until, expected)
 
-        return await in_thread(made)
+        try:
+            return await in_thread(made, memory, LARGE)
+        except Larger as found:
+            with batcher.place_for(found.pixels // LARGE):
+                return await in_thread(made, memory_large, limits.pixels, pool=decoding_large)
 
     async def settings(request: Request, body: bytearray, *query: Any) -> tuple[Any, Any]:
         """The image and its budget, top and model: the body's own where it is JSON, else the query's."""

@@ -146,7 +146,7 @@ class Connection(HttpToolsProtocol):
         self.scope["state"] |= {"arrived": self.arrived, "gone": self.transport.is_closing}
         super().on_headers_complete()
         if self.parser.should_upgrade():  # to nothing that is spoken here; the parser reads no further
-            self.cycle.keep_alive = False
+            self.cycle.keep_alive, self.deaf = False, True
         self._enter(Phase.BODY)
 
     def on_chunk_header(self) -> None:

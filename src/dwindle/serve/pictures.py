@@ -18,7 +18,7 @@ from .limits import Limits, Refused
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 Bytes = bytes | bytearray
-READS = 250_000  # of a file by its decoder; 2,000 is much for an honest image
+READS = 100_000  # of a file by its decoder; 5,000 is much for an honest image
 SCANS = 32  # of a progressive JPEG of as many pixels as are allowed; 10 is usual
 ESCAPED = {
     rb"\/": b"/",
@@ -69,9 +69,19 @@ class Reader(io.BytesIO):
 
     def read(self, size: int | None = -1) -> bytes:
         self.left -= 1
-        if self.left < 0 or time.monotonic() > self.until:
+        if self.left < 0:
             raise ValueError("too much to read in this image")
+        if time.monotonic() > self.until:
+            raise Refused(504, "The image could not be decoded in time; the server is busy, try again.", 2)
         return super().read(size)
+
+
+class Larger(Exception):
+    """An image of more pixels than were expected, or that becomes one."""
+
+    def __init__(self, pixels: int) -> None:
+        super().__init__(pixels)
+        self.pixels = pixels
 
 
 def decode(data: Bytes, limits: Limits) -> Image.Image:
@@ -86,8 +96,9 @@ def look(
     preprocess: Preprocess | None = None,
     memory: Memory | None = None,
     until: float = float("inf"),
+    expected: float = float("inf"),
 ) -> Any:
-    """What `use` makes of the decoded image, which is kept no longer."""
+    """What `use` makes of the decoded image, which is kept no longer. expected: pixels; beyond them `Larger`."""
     if not data:
         raise Refused(422, "The request holds no image; send its bytes as the body, or as base64 in JSON.")
     if len(data) > limits.bytes:
@@ -96,10 +107,11 @@ def look(
         raise Refused(413, f"The image has more than {PROFILES} colour profiles; save it anew.")
     try:
         with Image.open(Reader(data, until), formats=FORMATS) as image:
-            _check(image, data, limits, preprocess)
+            if (pixels := _checked(image, data, limits, preprocess)) > expected:
+                raise Larger(pixels)
             with (memory or Memory(limits.decoded)).hold(_bytes_of(image), until):
                 return use(upright(image))
-    except Refused:
+    except (Refused, Larger):
         raise
     except Image.DecompressionBombError:
         raise Refused(413, f"The image has far more pixels than the {limits.pixels} allowed; shrink it.") from None
@@ -108,14 +120,17 @@ def look(
         raise Refused(422, f"The body is no image that can be decoded; send one of {named}, whole.") from error
 
 
-def _check(image: Image.Image, data: Bytes, limits: Limits, preprocess: Preprocess | None) -> None:
-    size = f"{image.width} x {image.height} pixels"
-    if image.width * image.height > limits.pixels:
+def _checked(image: Image.Image, data: Bytes, limits: Limits, preprocess: Preprocess | None) -> int:
+    """How many pixels it has, or has once it is resized."""
+    size, pixels = f"{image.width} x {image.height} pixels", image.width * image.height
+    if pixels > limits.pixels:
         raise Refused(413, f"The image is {size}, more than the {limits.pixels} allowed; shrink it.")
+    resized = 0
     if preprocess is not None:
         short = round(preprocess.size / preprocess.crop_pct)
         long = short * max(image.size) // min(image.size)
-        if short * long > limits.pixels:
+        resized = short * long
+        if resized > limits.pixels:
             raise Refused(
                 413,
                 f"The image is {size}, and {short} x {long} once its short side is that of the model, more than the "
@@ -123,8 +138,9 @@ def _check(image: Image.Image, data: Bytes, limits: Limits, preprocess: Preproce
             )
     # Each scan goes over all pixels and may have 40 bytes; compressed data holds no marker.
     scans = data.count(b"\xff\xda") if image.format in ("JPEG", "MPO") else 0
-    if scans * image.width * image.height > SCANS * limits.pixels:
+    if scans * pixels > SCANS * limits.pixels:
         raise Refused(413, f"The image is a JPEG of {scans} scans and {size}, too much to decode; save it anew.")
+    return max(pixels, resized)
 
 
 def _bytes_of(image: Image.Image) -> int:
