@@ -34,7 +34,7 @@ from .pictures import Larger, Memory, from_base64, look
 from .schema import ANSWER, BATCH, BATCH_BODY, ERRORS, EXPLAINED, HEALTH, IMAGE_BODY, MODELS, SAMPLES
 
 log = logging.getLogger("dwindle.serve")
-WORKERS = 4  # batches that may run at the same time on a CPU
+WORKERS = 4  # batches that may run, and large images be decoded, at the same time on a CPU
 LARGE = 1 << 22  # pixels; an image counts as one more for each of these
 PAGE = {
     "": ("index.html", "text/html"),
@@ -75,10 +75,9 @@ def create_app(
     batcher = Batcher(limits, metrics.ran, min(cores, WORKERS) if on_cpu else 1, cores)
     metrics.watch(lambda: batcher.admitted)
     bodies = Bodies(limits)
-    # Large images wait for each other, and small ones do not wait for them.
-    decoding, decoding_large = (
-        ThreadPoolExecutor(os.cpu_count() or 1, f"dwindle-{name}") for name in ("small", "large")
-    )
+    # Large images wait for each other, and small ones do not wait for them. Memory that a thread had may stay its own.
+    many, few = os.cpu_count() or 1, min(os.cpu_count() or 1, WORKERS)
+    decoding, decoding_large = ThreadPoolExecutor(many, "dwindle-small"), ThreadPoolExecutor(few, "dwindle-large")
     memory, memory_large = Memory(limits.decoded // 4), Memory(limits.decoded * 3 // 4)
 
     @asynccontextmanager
