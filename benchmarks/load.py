@@ -22,7 +22,7 @@ from pathlib import Path
 SLICE = 20.0  # seconds before the other side has its turn; while a slice begins and ends, batches are small
 
 
-def start(checkpoint: str, dtype: str) -> tuple[subprocess.Popen, str]:
+def start(checkpoint: str, dtype: str = "fp32") -> tuple[subprocess.Popen, str]:
     line = [sys.executable, "-m", "dwindle", "serve", checkpoint, "--port", "0", "--dtype", dtype]
     server = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None

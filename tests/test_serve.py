@@ -504,7 +504,7 @@ def running(models: list[Served], limits: Limits, **given):
         try:
             yield listening.getsockname()[1]
         finally:
-            server.should_exit = server.force_exit = True
+            server.should_exit = True
             thread.join(20)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # Pillow's rarer decoders are slow to ask and less safe
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb; here it is an error
-STRIP = 1 << 19  # pixels composed at once
+BAND = 1 << 19  # pixels laid over white at once
 
 Transform = Callable[[Image.Image], Any]
 
@@ -60,8 +60,8 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def _over_white(image: Image.Image) -> Image.Image:
-    """In strips: Pillow composes with Python's lock held, and whatever else runs would wait for the whole."""
-    whole, rows = Image.new("RGB", image.size), max(STRIP // image.width, 1)
+    """In bands: Pillow composes with Python's lock held, and whatever else runs would wait for the whole."""
+    whole, rows = Image.new("RGB", image.size), max(BAND // image.width, 1)
     for top in range(0, image.height, rows):
         part = image.crop((0, top, image.width, min(top + rows, image.height)))
         whole.paste(Image.alpha_composite(Image.new("RGBA", part.size, "white"), part).convert("RGB"), (0, top))

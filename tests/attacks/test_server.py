@@ -293,33 +293,30 @@ def test_images(target, tally, many, kinds):
             tally(time.monotonic() - begin < MOST + 5, f"{what}: {time.monotonic() - begin:.0f} s")
 
 
-def documents() -> dict[str, bytes]:
-    size, image = 45 << 20, base64.b64encode(oblong())
-    long = b"A" * (4 << 20)
-    return {
-        "arrays": b'{"images": [' + b"[]," * (size // 3) + b"[]]}",
-        "deep arrays": b"[" * size,
-        "deep objects": b'{"a":' * (size // 5),
-        "objects": b'{"images": [' + b"{}," * (size // 3) + b"{}]}",
-        "images without anything": b'{"images": [' + b'{"image":""},' * (size // 13) + b'{"image":""}]}',
-        "keys": b"{" + b",".join(b'"%d":0' % i for i in range(4_000_000)) + b"}",
-        "numbers": b'{"images": [' + b"1," * (size // 2) + b"1]}",
-        "a long number": b'{"top": ' + b"1" * size + b"}",
-        "quotes": b'{"image": "' + b'\\"' * (size // 2) + b'"}',
-        "backslashes": b'{"image": "' + b"\\" * size + b'"}',
-        "strings of quotes": b'{"images": [' + (b'"' + b'\\"' * 300 + b'",') * (size // 603) + b"0]}",
-        "long strings": b'{"images": [' + (b'"' + b"A" * 600 + b'",') * (size // 603) + b"0]}",
-        "escapes": b'{"image": "' + b"\\u002f" * (2 << 20) + b'"}',
-        "an image more than are allowed": b'{"images": [' + (b'{"image": "' + image + b'"},') * 32 + b"{}]}",
-        "one string": b'{"image": "' + b"A" * size + b'"}',
-        "large images": b'{"images": [' + (b'{"image": "' + long + b'"},') * 10 + b'{"image": "' + long + b'"}]}',
-        "spaces": b'{"image": ' + b" " * size + b'""}',
-        "no end": b'{"image": "' + b"A" * size,
-        "not UTF-8": b'{"image": "' + b"\xff" * 4000 + b'", "model": "\xff\xfe"}',
-    }
-
-
-DOCUMENTS = documents()
+SIZE = 45 << 20  # bytes of a hollow document; all of these are made when they are sent
+DOCUMENTS: dict[str, Callable[[], bytes]] = {
+    "arrays": lambda: b'{"images": [' + b"[]," * (SIZE // 3) + b"[]]}",
+    "deep arrays": lambda: b"[" * SIZE,
+    "deep objects": lambda: b'{"a":' * (SIZE // 5),
+    "objects": lambda: b'{"images": [' + b"{}," * (SIZE // 3) + b"{}]}",
+    "images without anything": lambda: b'{"images": [' + b'{"image":""},' * (SIZE // 13) + b'{"image":""}]}',
+    "keys": lambda: b"{" + b",".join(b'"%d":0' % i for i in range(4_000_000)) + b"}",
+    "numbers": lambda: b'{"images": [' + b"1," * (SIZE // 2) + b"1]}",
+    "a long number": lambda: b'{"top": ' + b"1" * SIZE + b"}",
+    "quotes": lambda: b'{"image": "' + b'\\"' * (SIZE // 2) + b'"}',
+    "backslashes": lambda: b'{"image": "' + b"\\" * SIZE + b'"}',
+    "strings of quotes": lambda: b'{"images": [' + (b'"' + b'\\"' * 300 + b'",') * (SIZE // 603) + b"0]}",
+    "long strings": lambda: b'{"images": [' + (b'"' + b"A" * 600 + b'",') * (SIZE // 603) + b"0]}",
+    "escapes": lambda: b'{"image": "' + b"\\u002f" * (2 << 20) + b'"}',
+    "an image more than are allowed": lambda: (
+        b'{"images": [' + (b'{"image": "' + base64.b64encode(oblong()) + b'"},') * 32 + b"{}]}"
+    ),
+    "one string": lambda: b'{"image": "' + b"A" * SIZE + b'"}',
+    "large images": lambda: b'{"images": [' + b",".join([b'{"image": "' + b"A" * (4 << 20) + b'"}'] * 11) + b"]}",
+    "spaces": lambda: b'{"image": ' + b" " * SIZE + b'""}',
+    "no end": lambda: b'{"image": "' + b"A" * SIZE,
+    "not UTF-8": lambda: b'{"image": "' + b"\xff" * 4000 + b'", "model": "\xff\xfe"}',
+}
 PATHS = ("/v1/batch", "/v1/classify", "/v1/explain")
 
 
@@ -327,31 +324,31 @@ PATHS = ("/v1/batch", "/v1/classify", "/v1/explain")
 def test_json(target, tally, many, kinds):
     with witnessed(target, tally, grows=450):
         for what in kinds:
-            requests = [saying(post(path, DOCUMENTS[what])) for path in PATHS]
+            requests = [saying(post(path, DOCUMENTS[what]())) for path in PATHS]
             for answer in together(target, requests * many(1, 10)):
                 tally(status(answer) in (200, 413, 422, 503), f"{what}: {answer[:60]!r}")
 
 
 GET, POST = b"GET /healthz HTTP/1.1\r\n" + HEAD, b"POST /v1/classify HTTP/1.1\r\n" + HEAD
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
-ENDLESS = {
-    "one header": GET + b"X: " + b"a" * 100_000_000,
-    "one name": GET + b"X" * 50_000_000,
-    "headers": GET + b"X: a\r\n" * 5_000_000,
-    "headers in lines": GET + b"X: a\r\n" + b" a\r\n" * 5_000_000,
-    "address": b"GET /" + b"a" * 50_000_000,
-    "query": b"GET /v1/models?" + b"a=b&" * 10_000_000,
-    "method": b"G" * 10_000_000,
-    "empty lines": b"\r\n" * 1_000_000,
-    "chunk's size": CHUNKED + b"0" * 20_000_000,
-    "chunk's extension": CHUNKED + b"1;" + b"a" * 20_000_000,
-    "small chunks": CHUNKED + b"1\r\na\r\n" * 3_000_000,
-    "trailers": CHUNKED + b"0\r\n" + b"X: a\r\n" * 3_000_000,
-    "one trailer": CHUNKED + b"0\r\nX: " + b"a" * 20_000_000,
-    "body in chunks": CHUNKED + (b"10000\r\n" + b"a" * 65536 + b"\r\n") * 1500,
-    "body that is announced": POST + b"Content-Length: 1000000000000\r\n\r\n" + b"a" * 100_000_000,
-    "requests": (GET + b"\r\n") * 300_000,
-    "after an upgrade": GET + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n" + b"a" * 50_000_000,
+ENDLESS: dict[str, Callable[[], bytes]] = {
+    "one header": lambda: GET + b"X: " + b"a" * 100_000_000,
+    "one name": lambda: GET + b"X" * 50_000_000,
+    "headers": lambda: GET + b"X: a\r\n" * 5_000_000,
+    "headers in lines": lambda: GET + b"X: a\r\n" + b" a\r\n" * 5_000_000,
+    "address": lambda: b"GET /" + b"a" * 50_000_000,
+    "query": lambda: b"GET /v1/models?" + b"a=b&" * 10_000_000,
+    "method": lambda: b"G" * 10_000_000,
+    "empty lines": lambda: b"\r\n" * 1_000_000,
+    "chunk's size": lambda: CHUNKED + b"0" * 20_000_000,
+    "chunk's extension": lambda: CHUNKED + b"1;" + b"a" * 20_000_000,
+    "small chunks": lambda: CHUNKED + b"1\r\na\r\n" * 3_000_000,
+    "trailers": lambda: CHUNKED + b"0\r\n" + b"X: a\r\n" * 3_000_000,
+    "one trailer": lambda: CHUNKED + b"0\r\nX: " + b"a" * 20_000_000,
+    "body in chunks": lambda: CHUNKED + (b"10000\r\n" + b"a" * 65536 + b"\r\n") * 1500,
+    "body that is announced": lambda: POST + b"Content-Length: 1000000000000\r\n\r\n" + b"a" * 100_000_000,
+    "requests": lambda: (GET + b"\r\n") * 300_000,
+    "after an upgrade": lambda: GET + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n" + b"a" * 50_000_000,
 }
 
 
@@ -359,7 +356,7 @@ ENDLESS = {
 def test_endless(target, tally, many, kinds):
     with witnessed(target, tally, grows=80):
         for what in kinds:
-            for answer in together(target, [saying(ENDLESS[what])] * many(2, 50), patience=many(2, 15)):
+            for answer in together(target, [saying(ENDLESS[what]())] * many(2, 50), patience=many(2, 15)):
                 tally(len(answer) < 40_000, f"{what}: {len(answer)} bytes came back")
                 fine = (0, 200) if what in ("requests", "after an upgrade", "empty lines") else (0, 400, 408, 413, 431)
                 tally(status(answer) in fine, f"{what}: {answer[:60]!r}")
