@@ -34,6 +34,7 @@ from conftest import build
 from tally import SLOW, Tally
 
 pytest.importorskip("fastapi", reason="extra `serve` is not installed")
+from dwindle.serve.limits import Limits
 
 TOKEN = "a-token-for-the-attacks"
 HEALTHY = 0.1  # seconds to an answer of /healthz, at the median: attackers run on the same cores
@@ -52,6 +53,9 @@ class Target:
         """MiB."""
         told = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(rf"Vm{'HWM' if peak else 'RSS'}:\s+(\d+) kB", told)[1]) / 1024
+
+    def files(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def forget_peak(self) -> None:
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
@@ -199,8 +203,15 @@ def test_slow(target, tally, many, kinds):
     """More connections than there are places, each with a byte now and then: they go, an honest client comes in."""
     drops = {"header lines": b"a: b\r\n", "nothing": b"\r\n"}
     sends = [trickling(SLOWLY[what], many(3, 20), drops.get(what, b"a")) for what in kinds]
+    held = []
+
+    async def counting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(2)
+        held.append(target.files())
+
     with witnessed(target, tally, grows=60):
-        answers = together(target, sends * (many(600, 1500) // len(sends)), 2000, many(1, 15))
+        answers = together(target, [*sends * (many(900, 1500) // len(sends)), counting], 2000, many(1, 15))
+    tally(held[0] < Limits.connections + 100, f"{kinds}: {held[0]} files are open")
     for answer in answers:
         tally(status(answer) in (0, 401, 408, 503), f"{kinds}: {answer[:60]!r}")
 

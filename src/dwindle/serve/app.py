@@ -129,7 +129,7 @@ def create_app(
         try:
             return await in_thread(made, memory, LARGE)
         except Larger as found:
-            with batcher.place_for(found.pixels // LARGE):
+            with batcher.place_for(min(found.pixels // LARGE, limits.waiting - 1)):
                 return await in_thread(made, memory_large, limits.pixels, pool=decoding_large)
 
     async def settings(request: Request, body: bytearray, *query: Any) -> tuple[Any, Any]:
