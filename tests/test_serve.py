@@ -967,6 +967,33 @@ def test_images_made_of_headers_end_soon(what):
     assert time.process_time() - begin < 2
 
 
+def test_transparent_images_lie_over_white_in_bands_as_in_one_go():
+    pixels = np.random.default_rng(0).integers(0, 256, (700, 1501, 4), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    whole = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    assert np.array_equal(np.asarray(upright(image)), np.asarray(whole))
+
+
+def test_decoding_holds_nobody_else_up():
+    """The longest that another thread waits while a large half transparent image is laid over white."""
+    image, over, waits = Image.new("RGBA", (4000, 4000), (9, 8, 7, 100)), threading.Event(), [0.0]
+
+    def watch() -> None:
+        last = time.perf_counter()
+        while not over.wait(0.001):
+            waits.append(time.perf_counter() - last)
+            last = time.perf_counter()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    begin = time.perf_counter()
+    upright(image)
+    spent = time.perf_counter() - begin
+    over.set()
+    thread.join()
+    assert max(waits) < spent / 3
+
+
 def test_decoding_stops_when_time_is_over():
     with pytest.raises(Refused, match="in time"):
         look(picture(), Limits(), decode, until=time.monotonic() - 1)
