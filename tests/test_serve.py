@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import concurrent.futures
+import contextlib
 import io
 import json
+import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
+import tracemalloc
+import weakref
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,10 +27,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from typer.testing import CliRunner
 
 import dwindle
 from conftest import build
+from dwindle.cli import app
 from dwindle.dtypes import converted
+from dwindle.images import upright
 from dwindle.methods.tome import ToMe
 
 pytest.importorskip("fastapi", reason="extra `serve` is not installed")
@@ -32,10 +41,16 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 import httpx
 from fastapi.testclient import TestClient
 
+from dwindle.serve import bodies, pictures
 from dwindle.serve.app import create_app
 from dwindle.serve.batching import Batcher, Job
-from dwindle.serve.limits import Limits, authorised
-from dwindle.serve.models import Served
+from dwindle.serve.bodies import Bodies, parsed
+from dwindle.serve.connection import served_by
+from dwindle.serve.guard import HEADERS, Hosts
+from dwindle.serve.limits import Limits, Refused, authorised, checked_token
+from dwindle.serve.metrics import Metrics
+from dwindle.serve.models import PASSES, Served
+from dwindle.serve.pictures import Memory, decode, from_base64, look
 from dwindle.serve.run import served_models
 
 
@@ -469,3 +484,559 @@ def test_served_in_bf16():
             said = client.post(f"/v1/classify?top=3{budget}", content=picture())
             assert said.status_code == 200 and len(said.json()["top"]) == 3 and 0 < said.json()["cost"] <= 1
         assert client.post("/v1/explain", content=picture()).json()["static_ms"] > 0
+
+
+# What arrives slowly, endlessly or wrong: over sockets, as only uvicorn's connections see it
+
+
+@contextlib.contextmanager
+def running(models: list[Served], limits: Limits, **given):
+    """A server in a thread, bounded by the limits; gives its port."""
+    metrics = Metrics()
+    server = served_by(create_app(models, limits, metrics=metrics, **given), limits, metrics)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
+        listening.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        end = time.monotonic() + 20
+        while not server.started and time.monotonic() < end:
+            time.sleep(0.01)
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(20)
+
+
+def connect(port: int, data: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), 10, (source, 0))
+    connection.sendall(data)
+    return connection
+
+
+def everything(connection: socket.socket, seconds: float = 5.0) -> bytes:
+    """What comes until the server closes, or nothing more does."""
+    got = b""
+    connection.settimeout(seconds)
+    with contextlib.suppress(OSError), connection:
+        while data := connection.recv(1 << 16):
+            got += data
+    return got
+
+
+def ask(port: int, data: bytes, seconds: float = 5.0) -> bytes:
+    with contextlib.suppress(OSError):
+        connection = connect(port)
+        with contextlib.suppress(OSError):
+            connection.sendall(data)
+        return everything(connection, seconds)
+    return b""
+
+
+def statuses(answer: bytes) -> list[int]:
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", answer)]
+
+
+GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /v1/classify HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+CLOSE = b"Connection: close\r\n\r\n"
+
+
+def whole(body: bytes, more: bytes = b"") -> bytes:
+    return POST + more + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body
+
+
+@pytest.fixture(scope="module")
+def port(served):
+    limits = Limits(
+        bytes=200_000, pixels=1_000_000, images=4, head_seconds=0.4, body_patience=0.4, idle_seconds=0.6, connections=12
+    )
+    with running(served, limits) as port:
+        yield port
+
+
+WRONG = {  # made when asked for: some are large
+    "a long header": (lambda: GET + b"X: " + b"a" * 20_000_000, 431),
+    "a long name": (lambda: GET + b"X" * 3_000_000, 431),
+    "many headers": (lambda: GET + b"X: a\r\n" * 200 + b"\r\n", 431),
+    "a long address": (lambda: b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", 431),
+    "a chunk's extension": (lambda: CHUNKED + b"1;" + b"a" * 3_000_000, 431),
+    "trailers": (lambda: CHUNKED + b"0\r\n" + b"X: a\r\n" * 100_000, 431),
+    "a long trailer": (lambda: CHUNKED + b"0\r\nX: " + b"a" * 3_000_000, 431),
+    "small chunks": (lambda: CHUNKED + b"1\r\na\r\n" * 20_000, 400),
+    "garbage": (lambda: b"\x00\xff garbage\r\n\r\n", 400),
+    "two lengths": (lambda: CHUNKED[:-2] + b"Content-Length: 3\r\n\r\n0\r\n\r\n", 400),
+    "packed in transfer": (lambda: POST + b"Transfer-Encoding: gzip, chunked\r\n" + CLOSE + b"0\r\n\r\n", 415),
+    "packed": (lambda: whole(b"a", b"Content-Encoding: gzip\r\n"), 415),
+    "a head without an end": (lambda: b"GET /healz", 408),
+    "a body without an end": (lambda: POST + b"Content-Length: 10\r\n\r\nabc", 408),
+    "too much": (lambda: whole(b"x" * 9_000_000), 413),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_before_a_route_is_asked(port, what):
+    """Bounded, closed, and said in one sentence under the headers of every answer."""
+    request, status = WRONG[what][0](), WRONG[what][1]
+    begin = time.monotonic()
+    answer = ask(port, request)
+    assert statuses(answer) == [status] and time.monotonic() - begin < 3
+    head, _, body = answer.lower().partition(b"\r\n\r\n")
+    assert list(json.loads(body)) == ["error"] and b"connection: close" in head
+    assert all(f"{name}: {value}".lower().encode() in head for name, value in HEADERS.items())
+
+
+def test_a_connection_without_a_request_is_closed(port):
+    for begin in (b"", b"\r\n\r\n", GET + b"\r\n"):
+        with connect(port, begin) as connection:
+            connection.settimeout(3)
+            while connection.recv(1 << 16):
+                pass
+
+
+def test_at_the_limit_of_connections_the_one_waited_for_longest_goes(port):
+    """Slow heads and bodies, thrice as many as there are places; then an honest client."""
+    slow = [connect(port, GET) if i % 2 else connect(port, POST + b"Content-Length: 99\r\n\r\n") for i in range(36)]
+    assert statuses(ask(port, GET + CLOSE)) == [200]
+    assert statuses(ask(port, whole(picture()))) == [200]
+    assert statuses(everything(slow[0])) == [503] or not everything(slow[0])
+    for one in slow:
+        one.close()
+
+
+def test_a_flood_from_elsewhere_takes_nobodys_connection(port):
+    with connect(port, GET) as mine:
+        flood = [connect(port, GET, "127.0.0.2") for _ in range(30)]
+        mine.sendall(CLOSE)
+        assert statuses(everything(mine)) == [200]
+        for one in flood:
+            one.close()
+
+
+def test_requests_sent_before_an_answer_are_bounded(port):
+    assert statuses(ask(port, (GET + b"\r\n") * 8, 0.3)) == [200] * 8
+    assert statuses(ask(port, (GET + b"\r\n") * 1000)) == [200] * Limits.pipelined
+    assert statuses(ask(port, (GET + b"\r\n") * 3 + b"\x00garbage")) == [200] * 3
+
+
+def test_a_client_that_takes_no_answer_is_left(served):
+    with running(served, Limits(taking_seconds=0.5)) as port:
+        greedy = socket.socket()
+        greedy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        greedy.connect(("127.0.0.1", port))
+        greedy.settimeout(0.2)
+        photo, gone = b"GET /samples/coffee.jpg HTTP/1.1\r\nHost: localhost\r\n\r\n", False
+        end = time.monotonic() + 10
+        while not gone and time.monotonic() < end:
+            time.sleep(0.05)
+            try:
+                greedy.sendall(photo)
+            except TimeoutError:
+                continue
+            except OSError:
+                gone = True
+        assert gone
+        greedy.close()
+
+
+def test_time_counts_from_the_first_byte(slow):
+    """A body in three parts over half of the time leaves the model the other half."""
+    with running([slow], Limits(seconds=1.0)) as port:
+        begin = time.monotonic()
+        request = whole(picture())
+        with connect(port, request[:20]) as connection:
+            for part in (request[20:200], request[200:]):
+                time.sleep(0.3)
+                connection.sendall(part)
+            assert statuses(everything(connection)) == [504]
+        assert time.monotonic() - begin < 1.5
+        Slow.gate.set()
+
+
+def test_who_waits_for_decoding_waits_no_longer_than_allowed(served, monkeypatch):
+    def slowly(*given):
+        time.sleep(0.3)
+        return look(*given)
+
+    monkeypatch.setattr("dwindle.serve.app.look", slowly)
+    with (
+        TestClient(create_app(served, Limits(seconds=0.7))) as client,
+        concurrent.futures.ThreadPoolExecutor(16) as pool,
+    ):
+        begin = time.monotonic()
+        answers = list(pool.map(lambda i: client.post("/v1/classify", content=picture(i)), range(16)))
+        assert time.monotonic() - begin < 2 and 504 in {answer.status_code for answer in answers}
+
+
+def test_the_images_of_a_batch_have_the_time_each_for_itself(served, monkeypatch):
+    def slowly(data, *given):
+        time.sleep(1.0 if data == picture(0) else 0.0)
+        return look(data, *given)
+
+    monkeypatch.setattr("dwindle.serve.app.look", slowly)
+    monkeypatch.setattr("dwindle.serve.app.os.cpu_count", lambda: 2)
+    items = [{"image": base64.b64encode(picture(i)).decode()} for i in range(2)]
+    with TestClient(create_app(served, Limits(seconds=0.7))) as client:
+        results = client.post("/v1/batch", json={"images": items}).json()["results"]
+    assert results[0]["status"] == 504 and "top" in results[1]
+
+
+def test_work_for_a_client_that_left_is_not_done(slow):
+    with running([slow], Limits(batch=1)) as port:
+        first = connect(port, whole(picture()))  # at the gate
+        time.sleep(0.3)
+        for _ in range(5):
+            connect(port, whole(picture())).close()
+        time.sleep(0.3)
+        ran = []
+        slow.answers, answers = lambda *given: ran.append(1) or answers(*given), slow.answers
+        Slow.gate.set()
+        assert statuses(everything(first)) == [200]
+        assert statuses(ask(port, whole(picture()))) == [200]
+        assert len(ran) == 2
+
+
+class Coming:
+    """A request whose body comes as the test says."""
+
+    def __init__(self, *chunks: bytes, wait: float = 0.0) -> None:
+        self.headers, self.chunks, self.wait = {}, chunks, wait
+
+    async def stream(self):
+        for chunk in self.chunks:
+            yield chunk
+            await asyncio.sleep(self.wait)
+
+
+def test_bodies_are_bounded_as_a_whole(monkeypatch):
+    """One that came slowly makes room, one that is here does not, and what a request had is free after it."""
+    monkeypatch.setattr(bodies, "SLOW", 0.1)
+    all_of_them = Bodies(Limits(bodies=1000))
+
+    async def read(coming: Coming, keep: float = 0.0) -> int:
+        async with all_of_them.read(coming, 10_000) as body:
+            await asyncio.sleep(keep)
+            return len(body)
+
+    async def three() -> list:
+        slow = asyncio.ensure_future(read(Coming(b"a" * 600, b"b", wait=5.0)))
+        await asyncio.sleep(0.2)
+        quick = asyncio.ensure_future(read(Coming(b"a" * 900), keep=0.3))
+        await asyncio.sleep(0.05)
+        return await asyncio.gather(slow, quick, read(Coming(b"a" * 200)), return_exceptions=True)
+
+    slow, quick, late = asyncio.run(three())
+    assert isinstance(slow, Refused) and slow.status == 503
+    assert quick == 900
+    assert isinstance(late, Refused) and late.status == 503 and late.retry_after
+    assert all_of_them.held == 0 and not all_of_them.coming
+
+
+LONG = base64.b64encode(bytes(range(256)) * 8).decode()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"image": LONG, "budget": 0.5, "model": 'a "quoted" \\ name', "top": 3},
+        {"images": [{"image": LONG}, {"image": LONG[:2000], "budget": None}, {"image": "short"}]},
+        {"image": {"image": [LONG, {"image": LONG}]}},
+        {LONG: LONG},
+        {},
+    ],
+)
+def test_json_reads_as_always(given):
+    def plain(value):
+        if isinstance(value, dict):
+            return {key: plain(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [plain(one) for one in value]
+        return bytes(value).decode() if isinstance(value, memoryview) else value
+
+    read = plain(parsed(bytearray(json.dumps(given).encode()), Limits()))
+    if LONG in given:  # a key is nothing that is asked for
+        given, read = list(given.values()), list(read.values())
+    if isinstance(given, dict) and isinstance(given.get("image"), dict):  # nor is a long string in a list
+        given["image"]["image"].pop(0), read["image"]["image"].pop(0)
+    assert read == given
+
+
+SIZE = 8 << 20
+
+
+HOLLOW = {
+    "arrays": lambda: b'{"images": [' + b"[]," * (SIZE // 3) + b"[]]}",
+    "objects": lambda: b'{"images": [' + b'{"image":""},' * (SIZE // 13) + b"{}]}",
+    "strings": lambda: b'{"images": [' + (b'"' + b"A" * 600 + b'",') * (SIZE // 603) + b"{}]}",
+    "deep objects": lambda: b'{"a":' * (SIZE // 5),
+    "deep arrays": lambda: b"[" * SIZE,
+    "quotes": lambda: b'{"image": "' + b'\\"' * (SIZE // 2) + b'"}',
+    "backslashes": lambda: b'{"image": "' + b"\\" * SIZE + b'"}',
+    "quotes in strings": lambda: (b'"' + b'\\"' * 60 + b"A" * 600 + b'",') * (SIZE // 722),
+    "a number": lambda: b'{"top": ' + b"1" * SIZE + b"}",
+    "no end": lambda: b'{"image": "' + b"A" * SIZE,
+}
+
+
+@pytest.mark.parametrize("what", HOLLOW)
+def test_json_costs_no_more_than_its_images(what):
+    body = bytearray(HOLLOW[what]())
+    tracemalloc.start()
+    begin = time.process_time()
+    with pytest.raises(Refused):
+        parsed(body, Limits())
+    spent = time.process_time() - begin
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()
+    assert spent < 2
+
+
+def test_base64_may_be_escaped():
+    data = bytes(range(256)) * 4
+    plain = base64.b64encode(data).decode()
+    assert "/" in plain and "+" in plain and "=" in plain
+    php, dotnet = plain.replace("/", "\\/"), plain.replace("+", "\\u002B").replace("=", "\\u003d")
+    for text in (plain, php, dotnet, memoryview(dotnet.encode())):
+        assert from_base64(text, Limits()) == data
+    for wrong in (plain + "\n", plain[:-1], "\\u0041" + plain, "=" + plain):
+        with pytest.raises(Refused, match="base64"):
+            from_base64(wrong, Limits())
+
+
+@pytest.mark.parametrize("name, value", [("budget", "1" + "0" * 400), ("budget", "1e999"), ("top", "1" + "0" * 30)])
+def test_numbers_too_large_are_refused_and_nobody_elses_matter(client, name, value):
+    image = base64.b64encode(picture()).decode()
+    wrong, right = f'{{"image": "{image}", "{name}": {value}}}', f'{{"image": "{image}"}}'
+    said = {"content-type": "application/json"}
+    assert client.post("/v1/classify", content=wrong, headers=said).status_code == 422
+    assert client.post(f"/v1/classify?{name}={value}", content=picture()).status_code == 422
+    both = client.post("/v1/batch", content=f'{{"images": [{wrong}, {right}]}}', headers=said)
+    assert both.json()["results"][0]["status"] == 422 and "top" in both.json()["results"][1]
+
+
+def test_one_that_breaks_breaks_no_other_of_its_request(client, monkeypatch):
+    def breaking(data, *given):
+        if data == picture(1):
+            raise ZeroDivisionError("a defect")
+        return look(data, *given)
+
+    monkeypatch.setattr("dwindle.serve.app.look", breaking)
+    items = [{"image": base64.b64encode(picture(i)).decode()} for i in range(3)]
+    results = client.post("/v1/batch", json={"images": items}).json()["results"]
+    assert [result.get("status", 200) for result in results] == [200, 500, 200]
+
+
+def test_every_answer_has_the_headers(client, monkeypatch):
+    def broken(*given):
+        raise ZeroDivisionError("a defect")
+
+    answers = [
+        client.get("/"),
+        client.head("/"),
+        client.options("/v1/classify"),
+        client.get("/nothing"),
+        client.get("/v1/classify"),
+        client.post("/v1/classify", content=b""),
+        client.post("/v1/classify?budget=x", content=b""),
+    ]
+    monkeypatch.setattr("dwindle.serve.app.look", broken)
+    answers.append(client.post("/v1/classify", content=picture()))
+    assert [answer.status_code for answer in answers] == [200, 200, 405, 404, 405, 422, 422, 500]
+    for answer in answers:
+        assert all(answer.headers[name] == value for name, value in HEADERS.items())
+        assert answer.status_code == 200 or list(answer.json()) == ["error"]
+
+
+def test_the_token_is_asked_on_every_route_of_the_api(served):
+    app = create_app(served[:1], token="sesame")
+    with TestClient(app) as client:
+        paths = [path for path in app.openapi()["paths"] if path.startswith("/v1")]
+        assert "/v1/samples" in paths
+        for path in [*paths, "/v1/nothing", "/metrics"]:
+            assert client.get(path).status_code == client.post(path).status_code == 401
+            assert client.get(path, headers={"authorization": "Bearer sesame"}).status_code != 401
+        assert client.get("/samples/coffee.jpg").status_code == 200
+
+
+@pytest.mark.parametrize("token", ["", " ", "two words", "naïve", "tab\there", "line\n", "nul\0"])
+def test_tokens_that_no_header_can_carry_are_refused_at_the_start(token, monkeypatch):
+    with pytest.raises(dwindle.DwindleError, match=r"DWINDLE_TOKEN .*; set it"):
+        checked_token(token)
+    if "\0" not in token:
+        monkeypatch.setenv("DWINDLE_TOKEN", token)
+        result = CliRunner().invoke(app, ["serve", "no-such-checkpoint"])
+        assert "DWINDLE_TOKEN" in str(result.exception)
+    assert checked_token("se-same_1.~+/=") and checked_token(None) is None
+
+
+@pytest.mark.parametrize(
+    "bound, host, origin, status",
+    [
+        ("127.0.0.1", "localhost:8000", None, 200),
+        ("127.0.0.1", "127.0.0.1", None, 200),
+        ("127.0.0.1", "[::1]:8000", None, 200),
+        ("127.0.0.1", "evil.example", None, 421),
+        ("127.0.0.1", "localhost.evil.example", None, 421),
+        ("127.0.0.1", "10.0.0.1", None, 421),
+        ("127.0.0.1", "", None, 400),
+        ("127.0.0.1", "a b", None, 400),
+        ("10.0.0.1", "10.0.0.1:8000", None, 200),
+        ("0.0.0.0", "10.0.0.1:8000", None, 200),
+        ("::", "[fe80::1]", None, 200),
+        ("0.0.0.0", "evil.example", None, 421),
+        ("127.0.0.1", "dwindle.example", None, 200),
+        ("127.0.0.1", "DWINDLE.example.:443", None, 200),
+        ("127.0.0.1", "localhost:8000", "http://localhost:8000", 200),
+        ("127.0.0.1", "localhost:8000", "http://localhost:9000", 403),
+        ("127.0.0.1", "localhost:8000", "http://127.0.0.1:8000", 403),
+        ("127.0.0.1", "localhost:8000", "http://evil.example", 403),
+        ("127.0.0.1", "localhost:8000", "null", 403),
+        ("127.0.0.1", "localhost:8000", "https://dwindle.example", 200),
+    ],
+)
+def test_it_is_asked_under_its_own_names_and_by_its_own_page(served, bound, host, origin, status):
+    client = TestClient(create_app(served[2:], hosts=Hosts((bound,), ("dwindle.example",))))
+    headers = {"host": host} | ({"origin": origin} if origin else {})
+    assert client.get("/healthz", headers=headers).status_code == status
+    assert TestClient(create_app(served[2:], hosts=Hosts((bound,), ("*",)))).get("/healthz").status_code == 200
+
+
+def test_explain_keeps_nothing_of_the_photograph_but_what_the_model_sees(served, client, monkeypatch):
+    photos, kept = [], []
+
+    def noted(image):
+        photo = upright(image)
+        photos.append(weakref.ref(photo))
+        return photo
+
+    monkeypatch.setattr(pictures, "upright", noted)
+    explain = Served.explain
+    monkeypatch.setattr(Served, "explain", lambda *given: kept.append(photos[0]()) or explain(*given))
+    assert client.post("/v1/explain", content=picture(size=(200, 300))).status_code == 200
+    assert kept == [None]
+
+
+def test_explain_counts_as_what_it_costs(slow):
+    with (
+        TestClient(create_app([slow], Limits(waiting=PASSES))) as client,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        asked = pool.submit(client.post, "/v1/explain", content=picture())
+        time.sleep(0.3)
+        assert client.post("/v1/classify", content=picture()).status_code == 429
+        Slow.gate.set()
+        assert asked.result().status_code == 200
+
+
+def oblong() -> bytes:
+    held = io.BytesIO()
+    Image.new("RGB", (59_999, 3), "red").save(held, "PNG")
+    return held.getvalue()
+
+
+def scanned(times: int) -> bytes:
+    held = io.BytesIO()
+    Image.new("RGB", (1000, 1000), "red").save(held, "JPEG", progressive=True)
+    data = held.getvalue()
+    return data[:-2] + data[data.rfind(b"\xff\xda") : -2] * times + data[-2:]
+
+
+def test_what_is_made_of_an_image_counts(served):
+    preprocess, limits = served[0].preprocess, Limits()
+    begin = time.monotonic()
+    with pytest.raises(Refused, match="crop it"):
+        look(oblong(), replace(limits, pixels=10_000_000), preprocess.seen, preprocess)
+    with pytest.raises(Refused, match="scans"):
+        look(scanned(200_000), limits, preprocess.seen, preprocess)
+    assert look(scanned(20), limits, preprocess.seen, preprocess).size == (32, 32)
+    assert time.monotonic() - begin < 3
+
+
+@pytest.mark.parametrize("what", ["segments", "fill", "chunks", "profiles"])
+def test_images_made_of_headers_end_soon(what):
+    photo, size = picture(kind="JPEG" if what in ("segments", "fill") else "PNG"), 8 << 20
+    chunk = struct.pack(">I", 0) + b"abCd" + struct.pack(">I", zlib.crc32(b"abCd"))
+    packed = b"a\0\0" + zlib.compress(bytes(1_000_000))
+    profile = struct.pack(">I", len(packed)) + b"iCCP" + packed + struct.pack(">I", zlib.crc32(b"iCCP" + packed))
+    filler = {"segments": b"\xff\xe1\x00\x02", "fill": b"\xff", "chunks": chunk, "profiles": profile}[what]
+    at = 2 if what in ("segments", "fill") else 33
+    begin = time.process_time()
+    with pytest.raises(Refused):
+        decode(photo[:at] + filler * (size // len(filler)) + photo[at:], Limits())
+    assert time.process_time() - begin < 2
+
+
+def test_transparent_images_lie_over_white_in_bands_as_in_one_go():
+    pixels = np.random.default_rng(0).integers(0, 256, (700, 1501, 4), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    whole = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    assert np.array_equal(np.asarray(upright(image)), np.asarray(whole))
+
+
+def test_decoding_holds_nobody_else_up():
+    """The longest that another thread waits while a large half transparent image is laid over white."""
+    image, over, waits = Image.new("RGBA", (4000, 4000), (9, 8, 7, 100)), threading.Event(), [0.0]
+
+    def watch() -> None:
+        last = time.perf_counter()
+        while not over.wait(0.001):
+            waits.append(time.perf_counter() - last)
+            last = time.perf_counter()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    begin = time.perf_counter()
+    upright(image)
+    spent = time.perf_counter() - begin
+    over.set()
+    thread.join()
+    assert max(waits) < spent / 3
+
+
+def test_decoding_stops_when_time_is_over():
+    with pytest.raises(Refused, match="in time"):
+        look(picture(), Limits(), decode, until=time.monotonic() - 1)
+
+
+def test_memory_of_decoded_images_is_bounded():
+    memory, over = Memory(1000), threading.Event()
+
+    def hold() -> None:
+        with memory.hold(900, time.monotonic() + 5):
+            over.wait(5)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    while not memory.held:
+        time.sleep(0.01)
+    with pytest.raises(Refused, match="memory"), memory.hold(200, time.monotonic() + 0.1):
+        pass
+    with memory.hold(100, time.monotonic()):
+        pass
+    over.set()
+    with memory.hold(10_000, time.monotonic() + 5):  # one alone may be had
+        assert memory.held == 1000
+    thread.join()
+    assert memory.held == 0
+
+
+def test_small_images_do_not_wait_for_large_ones(served, monkeypatch):
+    monkeypatch.setattr("dwindle.serve.app.LARGE", 10_000)
+    monkeypatch.setattr("dwindle.serve.app.os.cpu_count", lambda: 1)
+    gate = threading.Event()
+
+    def gated(image):
+        if image.width > 100:
+            gate.wait(10)
+        return upright(image)
+
+    monkeypatch.setattr(pictures, "upright", gated)
+    with TestClient(create_app(served)) as client, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        large = [pool.submit(client.post, "/v1/classify", content=picture(size=(200, 200))) for _ in range(3)]
+        time.sleep(0.2)
+        assert client.post("/v1/classify", content=picture()).status_code == 200
+        waiting = float(client.get("/metrics").text.split("\ndwindle_waiting_images ")[1].split()[0])
+        gate.set()
+        assert [one.result().status_code for one in large] == [200] * 3
+    assert waiting == 3 * (1 + 40_000 // 10_000)

@@ -159,8 +159,15 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8000,
     device: Device = None,
     dtype: Dtype = "fp32",
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Another name it is reached under, as behind a proxy; again for each, * for any."),
+    ] = None,
 ) -> None:
     """A web page that shows where the compute goes, and an API. $DWINDLE_TOKEN: a bearer token to ask for."""
     from .serve.run import serve as run
 
-    run(checkpoint or [], host, port, device_for(device), dtype, lambda text: console.print(plain(text)), finish)
+    def say(text: str) -> None:
+        console.print(plain(text))
+
+    run(checkpoint or [], host, port, device_for(device), dtype, say, finish, allow_host or [])

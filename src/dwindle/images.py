@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # Pillow's rarer decoders are slow to ask and less safe
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb; here it is an error
+BAND = 1 << 19  # pixels laid over white at once
 
 Transform = Callable[[Image.Image], Any]
 
@@ -55,9 +56,17 @@ def upright(image: Image.Image) -> Image.Image:
         wide = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
         return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+        return _over_white(image.convert("RGBA"))
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _over_white(image: Image.Image) -> Image.Image:
+    """In bands: Pillow composes with Python's lock held, and whatever else runs would wait for the whole."""
+    whole, rows = Image.new("RGB", image.size), max(BAND // image.width, 1)
+    for top in range(0, image.height, rows):
+        part = image.crop((0, top, image.width, min(top + rows, image.height)))
+        whole.paste(Image.alpha_composite(Image.new("RGBA", part.size, "white"), part).convert("RGB"), (0, top))
+    return whole
 
 
 def resized_middle(image: Image.Image, short: int, size: int, filter: Image.Resampling) -> Image.Image:

@@ -5,33 +5,37 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import json
 import logging
-import math
 import os
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from PIL import Image
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from .. import __version__
 from .batching import Batcher
-from .limits import Limits, Refused, authorised, decode, from_base64
-from .metrics import Headers, Metrics
-from .models import Served
+from .bodies import Bodies, is_json, parsed
+from .guard import Guard, Hosts
+from .limits import Limits, Refused
+from .metrics import Metrics
+from .models import PASSES, Served
+from .pictures import Larger, Memory, from_base64, look
 from .schema import ANSWER, BATCH, BATCH_BODY, ERRORS, EXPLAINED, HEALTH, IMAGE_BODY, MODELS, SAMPLES
 
 log = logging.getLogger("dwindle.serve")
-WORKERS = 4  # batches that may run at the same time on a CPU
+WORKERS = 4  # batches that may run, and large images be decoded, at the same time on a CPU
+LARGE = 1 << 22  # pixels; an image counts as one more for each of these
 PAGE = {
     "": ("index.html", "text/html"),
     "app.js": ("app.js", "text/javascript"),
@@ -46,34 +50,48 @@ Top = Annotated[int, Query(ge=1, le=100, description="How many classes to name."
 Name = Annotated[str | None, Query(max_length=200, description="Which model; by itself the first served.")]
 
 
-def create_app(models: Sequence[Served], limits: Limits | None = None, token: str | None = None) -> FastAPI:
-    """`models`: the first is the one asked by default. token: required of every request under /v1, and of /metrics."""
-    limits = limits or Limits()
+@dataclass(frozen=True)
+class Asked:
+    """A request: when its time is over, what ends it then, and whether somebody still waits for the answer."""
+
+    until: float
+    limit: asyncio.Timeout
+    gone: Callable[[], bool]
+
+
+def create_app(
+    models: Sequence[Served],
+    limits: Limits | None = None,
+    token: str | None = None,
+    hosts: Hosts | None = None,
+    metrics: Metrics | None = None,
+) -> FastAPI:
+    """`models`: the first is the one asked by default. token: required of every request under /v1, and of /metrics.
+    hosts: the names it may be asked under; None: any."""
+    limits, metrics = limits or Limits(), metrics or Metrics()
     by_name = {served.name: served for served in models}
-    metrics = Metrics()
     cores = torch.get_num_threads()
     on_cpu = all(served.device.type == "cpu" for served in models)
     batcher = Batcher(limits, metrics.ran, min(cores, WORKERS) if on_cpu else 1, cores)
     metrics.watch(lambda: batcher.admitted)
-    decoding = ThreadPoolExecutor(max(os.cpu_count() or 1, 1), "dwindle-decode")
+    bodies = Bodies(limits)
+    # Large images wait for each other, and small ones do not wait for them. Memory that a thread had may stay its own.
+    many, few = os.cpu_count() or 1, min(os.cpu_count() or 1, WORKERS)
+    decoding, decoding_large = ThreadPoolExecutor(many, "dwindle-small"), ThreadPoolExecutor(few, "dwindle-large")
+    memory, memory_large = Memory(limits.decoded // 4), Memory(limits.decoded * 3 // 4)
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(batcher.close)
-        decoding.shutdown(wait=False, cancel_futures=True)
+        for pool in (decoding, decoding_large):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(
         title="Dwindle", version=__version__, lifespan=life, docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    app.add_middleware(Headers, metrics=metrics)
+    app.add_middleware(Guard, metrics=metrics, token=token, hosts=hosts)
     app.state.batcher = batcher
-
-    async def guard(request: Request) -> None:  # plain functions are called in another thread, which takes longer
-        if not authorised(request.headers.get("authorization"), token):
-            raise Refused(401, "A bearer token is required: send the header 'Authorization: Bearer ...'.")
-
-    guarded = [Depends(guard)]
 
     def chosen(name: str | None) -> Served:
         if name is None:
@@ -82,78 +100,107 @@ def create_app(models: Sequence[Served], limits: Limits | None = None, token: st
             raise Refused(404, f"There is no model of that name; served are {', '.join(by_name)}.")
         return by_name[name]
 
-    async def in_thread(call: Any, *given: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(decoding, call, *given)
+    late = Refused(504, f"No answer within {limits.seconds:g} seconds; the server is busy, try again.", 2)
 
-    async def one_image(request: Request, budget: float | None, top: int, name: str | None) -> tuple[bytes, Any]:
-        """The image's bytes and its settings: the body's own where it is JSON, else the query's."""
-        body = await _body(request, max(limits.bytes * 4 // 3 + 4096, limits.bytes), limits.upload_seconds)
-        if not _is_json(request):
-            return body, (budget, top, name)
-        given = _parsed(body)
-        settings = (given.get("budget", budget), given.get("top", top), given.get("model", name))
-        return _image_of(given, limits), _checked(*settings)
+    @asynccontextmanager
+    async def in_time(request: Request) -> AsyncIterator[Asked]:
+        """All that is done for a request, from its first byte on."""
+        state = request.scope.get("state", {})
+        until = state.get("arrived", time.monotonic()) + limits.seconds
+        try:
+            async with asyncio.timeout_at(until) as limit:
+                yield Asked(until, limit, state.get("gone", lambda: False))
+        except TimeoutError:
+            raise late from None
 
-    @app.post("/v1/classify", dependencies=guarded, openapi_extra=IMAGE_BODY, responses=ANSWER | ERRORS)
+    async def in_thread(call: Any, *given: Any, pool: ThreadPoolExecutor = decoding) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(pool, call, *given)
+
+    async def seen(asked: Asked, served: Served, image: Any, use: Callable[[Image.Image], Any]) -> Any:
+        """What `use` makes of the part of an image that the model sees. image: its bytes, or a string in base64."""
+
+        def made(memory: Memory, expected: int) -> Any:
+            if asked.gone():
+                raise Refused(400, "The client left before its answer.")
+            data = image if isinstance(image, bytearray) else from_base64(image, limits)
+            part = served.preprocess.seen
+            return look(data, limits, lambda photo: use(part(photo)), served.preprocess, memory, asked.until, expected)
+
+        try:
+            return await in_thread(made, memory, LARGE)
+        except Larger as found:
+            with batcher.place_for(min(found.pixels // LARGE, limits.waiting - 1)):
+                return await in_thread(made, memory_large, limits.pixels, pool=decoding_large)
+
+    async def settings(request: Request, body: bytearray, *query: Any) -> tuple[Any, Any]:
+        """The image and its budget, top and model: the body's own where it is JSON, else the query's."""
+        if not is_json(request):
+            return body, query
+        given = await in_thread(parsed, body, limits)
+        own = (given.get(name, value) for name, value in zip(("budget", "top", "model"), query))
+        return _image_of(given), _checked(*own)
+
+    most_of_one = limits.bytes * 4 // 3 + limits.settings
+
+    @app.post("/v1/classify", openapi_extra=IMAGE_BODY, responses=ANSWER | ERRORS)
     async def classify(request: Request, budget: Budget = None, top: Top = 5, model: Name = None) -> Response:
         """Classify one image, sent as it is or as base64 in JSON."""
-        batcher.admit(1)
-        try:
-            data, (budget, top, model) = await one_image(request, budget, top, model)
-            return JSONResponse(await answer(data, budget, top, model))
-        finally:
-            batcher.dismiss(1)
+        async with in_time(request) as asked:
+            batcher.check(1)
+            async with bodies.read(request, most_of_one) as body:
+                with batcher.place_for(1):
+                    image, given = await settings(request, body, budget, top, model)
+                    return JSONResponse(await answer(asked, image, *given))
 
-    async def answer(data: bytes, budget: float | None, top: int, model: str | None) -> dict[str, Any]:
+    async def answer(asked: Asked, image: Any, budget: float | None, top: int, model: str | None) -> dict[str, Any]:
         served = chosen(model)
         dial = served.dial(budget)
-        image = await in_thread(lambda: served.prepare(decode(data, limits)))
-        return await batcher.classify(served, image, dial, top) | {"budget": budget}
+        pixels = await seen(asked, served, image, served.pixels)
+        return await batcher.classify(served, pixels, dial, top, asked.gone) | {"budget": budget}
 
-    @app.post("/v1/batch", dependencies=guarded, openapi_extra=BATCH_BODY, responses=BATCH | ERRORS)
+    @app.post("/v1/batch", openapi_extra=BATCH_BODY, responses=BATCH | ERRORS)
     async def batch(request: Request) -> Response:
         """Classify several images, each with its own budget. One that fails gets its error, the others their answer."""
-        batcher.admit(1)  # the request itself, while it is read
-        try:
-            given = _parsed(await _body(request, limits.body, limits.upload_seconds))
-        finally:
-            batcher.dismiss(1)
-        items = given.get("images")
-        if not isinstance(items, list) or not 1 <= len(items) <= limits.images:
-            raise Refused(422, f"'images' must be a list of 1 to {limits.images} objects with an 'image' each.")
-        batcher.admit(len(items))
 
-        async def each(item: Any) -> dict[str, Any]:
+        async def each(asked: Asked, item: Any) -> dict[str, Any]:
             try:
                 if not isinstance(item, dict):
                     raise Refused(422, "Each of 'images' must be an object with an 'image' in base64.")
-                settings = _checked(item.get("budget"), item.get("top", 5), item.get("model"))
-                return await answer(_image_of(item, limits), *settings)
-            except Refused as refusal:
+                given = _checked(item.get("budget"), item.get("top", 5), item.get("model"))
+                async with asyncio.timeout_at(asked.until):
+                    return await answer(asked, _image_of(item), *given)
+            except Exception as error:
+                refusal = late if isinstance(error, TimeoutError) else _told(error)
                 return {"error": refusal.message, "status": refusal.status}
 
-        try:
-            return JSONResponse({"results": await asyncio.gather(*map(each, items))})
-        finally:
-            batcher.dismiss(len(items))
+        async with in_time(request) as asked:
+            batcher.check(1)
+            async with bodies.read(request, limits.body) as body:
+                items = (await in_thread(parsed, body, limits)).get("images")
+                if not isinstance(items, list) or not 1 <= len(items) <= limits.images:
+                    raise Refused(422, f"'images' must be a list of 1 to {limits.images} objects with an 'image' each.")
+                with batcher.place_for(len(items)):
+                    asked.limit.reschedule(None)  # each has it for itself
+                    return JSONResponse({"results": await asyncio.gather(*(each(asked, item) for item in items))})
 
-    @app.post("/v1/explain", dependencies=guarded, openapi_extra=IMAGE_BODY, responses=EXPLAINED | ERRORS)
+    @app.post("/v1/explain", openapi_extra=IMAGE_BODY, responses=EXPLAINED | ERRORS)
     async def explain(request: Request, budget: Budget = None, top: Top = 5, model: Name = None) -> Response:
         """What happened to every patch of one image; what the page draws."""
-        batcher.admit(1)
-        try:
-            data, (budget, top, model) = await one_image(request, budget, top, model)
-            served = chosen(model)
-            dial = served.dial(budget)
-            photo = await in_thread(decode, data, limits)
-            image = await in_thread(served.prepare, photo)
-            seen = await in_thread(lambda: _data_url(served.preprocess.seen(photo)))
-            told = await batcher.alone(lambda: served.explain(image, dial, top))
-            return JSONResponse(told | {"budget": budget, "seen": seen})
-        finally:
-            batcher.dismiss(1)
+        passes = min(PASSES, limits.waiting)  # it costs as much as so many images
+        async with in_time(request) as asked:
+            batcher.check(passes)
+            async with bodies.read(request, most_of_one) as body:
+                with batcher.place_for(passes):
+                    image, (budget, top, model) = await settings(request, body, budget, top, model)
+                    served = chosen(model)
+                    dial = served.dial(budget)
+                    pixels, picture = await seen(
+                        asked, served, image, lambda part: (served.pixels(part), _data_url(part))
+                    )
+                    told = await batcher.alone(lambda: served.explain(pixels, dial, top), passes, asked.gone)
+                    return JSONResponse(told | {"budget": budget, "seen": picture})
 
-    @app.get("/v1/models", dependencies=guarded, responses=MODELS | ERRORS)
+    @app.get("/v1/models", responses=MODELS | ERRORS)
     async def list_models() -> Response:
         """What is served, the default first, and what budgets each can be given."""
         return JSONResponse({"models": [served.about() for served in models]})
@@ -166,8 +213,10 @@ def create_app(models: Sequence[Served], limits: Limits | None = None, token: st
         return JSONResponse({"samples": list(samples)})
 
     def sample_route(path: Path) -> Any:
+        content = path.read_bytes()
+
         async def sample() -> Response:
-            return Response(path.read_bytes(), media_type="image/jpeg")
+            return Response(content, media_type="image/jpeg")
 
         return sample
 
@@ -181,7 +230,7 @@ def create_app(models: Sequence[Served], limits: Limits | None = None, token: st
         ok = batcher.alive and not going
         return JSONResponse({"status": "ok" if ok else "closing"}, 200 if ok else 503)
 
-    @app.get("/metrics", dependencies=guarded, include_in_schema=False)
+    @app.get("/metrics", include_in_schema=False)
     async def prometheus() -> Response:
         return Response(metrics.text(), media_type=metrics.content_type)
 
@@ -204,53 +253,16 @@ def _assets(*parts: str) -> Path:
     return Path(str(files("dwindle"))).joinpath(*parts)
 
 
-async def _body(request: Request, most: int, seconds: float) -> bytes:
-    """As much of the body as is allowed, within the time it is allowed."""
-    too_much = Refused(413, f"The request has more than the {most} bytes allowed; send a smaller image.")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > most:
-        raise too_much
-
-    async def read() -> bytes:
-        got = bytearray()
-        async for chunk in request.stream():
-            got += chunk
-            if len(got) > most:
-                raise too_much
-        return bytes(got)
-
-    try:
-        return await asyncio.wait_for(read(), seconds)
-    except TimeoutError:
-        raise Refused(408, f"The request did not arrive within {seconds:g} seconds; send it again.") from None
-    except ClientDisconnect:
-        raise Refused(400, "The connection ended before the request did; send it again.") from None
-
-
-def _is_json(request: Request) -> bool:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
-
-
-def _parsed(body: bytes) -> dict[str, Any]:
-    try:
-        given = json.loads(body)
-    except (ValueError, RecursionError):
-        raise Refused(422, "The body is not valid JSON; send an object with an 'image' in base64.") from None
-    if not isinstance(given, dict):
-        raise Refused(422, "The body must be a JSON object with an 'image' in base64.")
-    return given
-
-
-def _image_of(given: dict[str, Any], limits: Limits) -> bytes:
-    if not isinstance(text := given.get("image"), str):
+def _image_of(given: dict[str, Any]) -> Any:
+    if not isinstance(text := given.get("image"), (str, memoryview)):
         raise Refused(422, "'image' must be a string: the bytes of an image in base64.")
-    return from_base64(text, limits)
+    return text
 
 
 def _checked(budget: Any, top: Any, model: Any) -> tuple[float | None, int, str | None]:
     """Settings out of a JSON body."""
-    number = isinstance(budget, (int, float)) and not isinstance(budget, bool) and math.isfinite(budget)
-    if budget is not None and not (number and 0 < budget <= 1):
+    number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+    if budget is not None and not (number and 0 < budget <= 1):  # not a number is in no order
         raise Refused(422, "'budget' must be a number above 0 and up to 1: a share of the static cost.")
     if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= 100:
         raise Refused(422, "'top' must be a whole number from 1 to 100.")
@@ -265,6 +277,14 @@ def _data_url(image: Any) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(held.getvalue()).decode()
 
 
+def _told(error: Exception) -> Refused:
+    """What a client is told of it."""
+    if isinstance(error, Refused):
+        return error
+    log.error("unforeseen error", exc_info=error)
+    return Refused(500, "The server failed on this request; its log says why.")
+
+
 def _say_errors(app: FastAPI) -> None:
     """Every error is {"error": one sentence}."""
 
@@ -273,10 +293,7 @@ def _say_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> Response:
-        headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-        if error.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        return said(error.status, error.message, headers)
+        return said(error.status, error.message, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -288,8 +305,3 @@ def _say_errors(app: FastAPI) -> None:
         known = {404: "There is nothing at this address.", 405: "This address does not take that method."}
         headers = dict(error.headers) if error.headers else None
         return said(error.status_code, known.get(error.status_code, str(error.detail)), headers)
-
-    @app.exception_handler(Exception)
-    async def unforeseen(request: Request, error: Exception) -> Response:
-        log.error("unforeseen error", exc_info=error)
-        return said(500, "The server failed on this request; its log says why.")

@@ -9,7 +9,8 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,8 @@ class Job:
     dial: float | None = None
     top: int = 5
     call: Callable[[], Any] | None = None
+    images: int = 1  # that it is counted as
+    gone: Callable[[], bool] = lambda: False  # whether nobody waits for it any more
     arrived: float = field(default_factory=time.monotonic)
 
     @property
@@ -43,7 +46,7 @@ class Job:
 
     def answer(self, value: Any) -> None:
         def settle() -> None:
-            if self.future.done():  # its client has gone, or its time is over
+            if self.future.done():  # its time is over
                 return
             if isinstance(value, BaseException):
                 self.future.set_exception(value)
@@ -79,33 +82,47 @@ class Batcher:
     def alive(self) -> bool:
         return all(thread.is_alive() for thread in self.threads)
 
+    @contextmanager
+    def place_for(self, images: int) -> Iterator[None]:
+        self.admit(images)
+        try:
+            yield
+        finally:
+            self.dismiss(images)
+
     def admit(self, images: int) -> None:
         """Before anything is decoded. Each image admitted must be `dismiss`ed, whatever becomes of it."""
+        self.check(images)
+        self.admitted += images
+
+    def check(self, images: int) -> None:
+        """Whether there is a place now: before a body is read, which may take long."""
         if self.closing:
             raise Refused(503, "The server is shutting down; ask another one.", retry_after=5)
         if self.admitted + images > self.limits.waiting:
             raise Refused(429, f"{self.admitted} images are waiting already; try again shortly.", retry_after=1)
-        self.admitted += images
 
     def dismiss(self, images: int) -> None:
         self.admitted -= images
 
-    async def classify(self, served: Served, image: Tensor, dial: float | None, top: int) -> dict[str, Any]:
-        return await self._put(Job(*_waiting(), served, image, dial, top))
+    async def classify(
+        self,
+        served: Served,
+        image: Tensor,
+        dial: float | None,
+        top: int,
+        gone: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Any]:
+        return await self._put(Job(*_waiting(), served, image, dial, top, gone=gone))
 
-    async def alone(self, call: Callable[[], Any]) -> Any:
-        return await self._put(Job(*_waiting(), call=call))
+    async def alone(self, call: Callable[[], Any], images: int = 1, gone: Callable[[], bool] = lambda: False) -> Any:
+        return await self._put(Job(*_waiting(), call=call, images=images, gone=gone))
 
     async def _put(self, job: Job) -> Any:
         with self.wake:
             self.jobs.append(job)
             self.wake.notify()
-        try:
-            return await asyncio.wait_for(job.future, self.limits.seconds)
-        except TimeoutError:
-            raise Refused(
-                504, f"No answer within {self.limits.seconds:g} seconds; the server is busy, try again.", 2
-            ) from None
+        return await job.future  # whoever stops waiting for it cancels it
 
     def close(self) -> None:
         """Finish what was accepted, then stop."""
@@ -123,7 +140,7 @@ class Batcher:
             self._run(batch)
             with self.wake:
                 self.busy -= 1
-                self.running -= len(batch)
+                self.running -= _images(batch)
                 self.wake.notify()  # whoever waits for company may have no reason left
             if self.ran:
                 self.ran(len(batch), time.monotonic() - begin)
@@ -138,7 +155,7 @@ class Batcher:
                 else:
                     self.busy += 1
                     batch = self._take()
-                    self.running += len(batch)
+                    self.running += _images(batch)
                     if self.jobs:
                         self.wake.notify()  # enough for another thread
                     return batch
@@ -148,7 +165,7 @@ class Batcher:
         """Seconds that the first still waits for company."""
         if len(self.jobs) >= self.limits.batch or self.closing:
             return 0.0
-        coming = self.busy > 0 and self.admitted > self.running + len(self.jobs)  # being read or decoded
+        coming = self.busy > 0 and self.admitted > self.running + _images(self.jobs)  # being decoded
         patience = self.limits.linger_busy if coming else self.limits.linger
         return self.jobs[0].arrived + patience - time.monotonic()
 
@@ -165,7 +182,10 @@ class Batcher:
         return batch
 
     def _run(self, batch: list[Job]) -> None:
-        batch = [job for job in batch if not job.future.done()]
+        for job in batch:
+            if job.gone():
+                job.answer(Refused(400, "The client left before its answer."))
+        batch = [job for job in batch if not (job.future.done() or job.gone())]
         if not batch:
             return
         try:
@@ -190,6 +210,10 @@ class Batcher:
         out = first.served.run(images, [job.dial for job in batch])
         answers = first.served.answers(out, max(job.top for job in batch))
         return [answer | {"top": answer["top"][: job.top]} for answer, job in zip(answers, batch)]
+
+
+def _images(jobs: Iterable[Job]) -> int:
+    return sum(job.images for job in jobs)
 
 
 def _waiting() -> tuple[asyncio.AbstractEventLoop, asyncio.Future]:

@@ -1,32 +1,44 @@
-"""What a request may ask for. Everything here is checked before work is spent on it."""
+"""What a server gives to its clients: bytes, pixels, seconds and places. And how it says no."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hmac
-import io
-import warnings
+import re
 from dataclasses import dataclass
 
-from PIL import Image
-
-from ..images import upright
-
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+from ..errors import DwindleError
 
 
 @dataclass(frozen=True)
 class Limits:
     """Of a server. The defaults hold on two cores."""
 
+    # Of one request
     bytes: int = 10 << 20  # of one image, encoded
-    pixels: int = 25_000_000  # of one image; read from its header, before decoding
+    pixels: int = 25_000_000  # of one image, as it is and as it is resized; known from its header, before decoding
     images: int = 32  # in one request
-    together: int = 48 << 20  # bytes of all images of one request, encoded: it lies in memory until it is parsed
+    together: int = 48 << 20  # bytes of all images of one request, encoded
+    settings: int = 64 << 10  # bytes of a JSON body beside its images
+    seconds: float = 30.0  # from the first byte of a request to its answer
+    upload_seconds: float = 15.0  # of these, for the body to arrive
+    head_seconds: float = 10.0  # and for the request line and its headers
+    head_bytes: int = 16 << 10  # of the request line and its headers
+    head_fields: int = 100  # headers
+    body_patience: float = 5.0  # seconds in which a body may come at any pace
+    body_rate: int = 16 << 10  # bytes a second that it must have come at, on average, from then on
+
+    # Of all together
     waiting: int = 256  # images accepted and not yet answered; beyond it 429
-    seconds: float = 30.0  # for an answer, the wait for its batch included
-    upload_seconds: float = 15.0  # for the body to arrive
+    connections: int = 512  # open; beyond it the one that the server has waited for longest is closed
+    bodies: int = 256 << 20  # bytes of all bodies that lie in memory; beyond it 503
+    decoded: int = 1 << 30  # bytes of all images that are being decoded and resized; beyond it they wait in line
+
+    # Of a connection
+    idle_seconds: float = 10.0  # between two requests
+    taking_seconds: float = 30.0  # for a client to take its answer
+    pipelined: int = 8  # requests sent before the first of them is answered
+
+    # Of a batch
     batch: int = 32  # images that run together
     linger: float = 0.004  # seconds the first of a batch waits for company
     linger_busy: float = 0.06  # the same while other batches run and more images are on their way: cores are not idle
@@ -34,7 +46,7 @@ class Limits:
     @property
     def body(self) -> int:
         """Bytes of a JSON request: base64 takes 4 for 3."""
-        return min(self.together, self.images * self.bytes) * 4 // 3 + self.images * 1024
+        return min(self.together, self.images * self.bytes) * 4 // 3 + self.settings
 
 
 class Refused(Exception):
@@ -44,37 +56,23 @@ class Refused(Exception):
         super().__init__(message)
         self.status, self.message, self.retry_after = status, message, retry_after
 
-
-def decode(data: bytes, limits: Limits) -> Image.Image:
-    """Bytes to an upright RGB image, after a look at its header."""
-    if not data:
-        raise Refused(422, "The request holds no image; send its bytes as the body, or as base64 in JSON.")
-    if len(data) > limits.bytes:
-        raise Refused(413, f"The image has {len(data)} bytes, more than the {limits.bytes} allowed; shrink it.")
-    named = ", ".join(FORMATS)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                if image.width * image.height > limits.pixels:
-                    size = f"{image.width} x {image.height} pixels"
-                    raise Refused(413, f"The image is {size}, more than the {limits.pixels} allowed; shrink it.")
-                return upright(image)
-    except Refused:
-        raise
-    except Image.DecompressionBombError:
-        raise Refused(413, f"The image has far more pixels than the {limits.pixels} allowed; shrink it.") from None
-    except Exception as error:  # a decoder fed with hostile bytes may raise anything
-        raise Refused(422, f"The body is no image that can be decoded; send one of {named}, whole.") from error
+    @property
+    def headers(self) -> dict[str, str]:
+        retry = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return retry | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
-def from_base64(text: str, limits: Limits) -> bytes:
-    if len(text) > limits.bytes * 4 // 3 + 4:
-        raise Refused(413, f"The image has more than the {limits.bytes} bytes allowed; shrink it.")
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise Refused(422, "The image is not valid base64; encode its bytes without line breaks.") from None
+def checked_token(token: str | None) -> str | None:
+    """A token that can be sent in a header (RFC 6750). None: everyone may ask."""
+    if token is None:
+        return None
+    if not re.fullmatch(r"[!-~]+", token):
+        given = "is empty" if not token else "holds a space, a control character or one that is not ASCII"
+        raise DwindleError(
+            f"DWINDLE_TOKEN {given}; set it to letters, digits and signs of ASCII without spaces, or unset it to serve "
+            "everyone."
+        )
+    return token
 
 
 def authorised(header: str | None, token: str | None) -> bool:

@@ -1,27 +1,13 @@
-"""What /metrics says, and the headers every response gets."""
+"""What /metrics says."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 ROUTES = ("/v1/classify", "/v1/batch", "/v1/explain", "/v1/models", "/v1/samples", "/healthz", "/metrics", "/")
-HEADERS = {
-    "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-    "permissions-policy": "camera=(), microphone=(), geolocation=()",
-    "cross-origin-resource-policy": "same-origin",
-    "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-store",
-}
 
 
 class Metrics:
@@ -35,6 +21,7 @@ class Metrics:
         sizes = (1, 2, 4, 8, 16, 32)
         self.batches = Histogram("dwindle_batch_images", "Images that ran together", buckets=sizes, **parts)
         self.busy = Counter("dwindle_model_seconds", "Time the models ran", **parts)
+        self.dropped = Counter("dwindle_dropped_connections", "Connections closed on their client", ["why"], **parts)
         self.waiting = Gauge("dwindle_waiting_images", "Images accepted and not yet answered", **parts)
 
     def watch(self, waiting: Callable[[], float]) -> None:
@@ -49,31 +36,8 @@ class Metrics:
         self.requests.labels(route, str(status)).inc()
         self.seconds.labels(route).observe(seconds)
 
+    def drop(self, why: str) -> None:
+        self.dropped.labels(why).inc()
+
     def text(self) -> bytes:
         return generate_latest(self.registry)
-
-
-class Headers:
-    """ASGI middleware: security headers on every response, and a count of it."""
-
-    def __init__(self, app: Any, metrics: Metrics) -> None:
-        self.app, self.metrics = app, metrics
-        self.extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        begin, status = time.perf_counter(), 500
-
-        async def sending(message: Any) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message = message | {"headers": [*message.get("headers", []), *self.extra]}
-            await send(message)
-
-        try:
-            await self.app(scope, receive, sending)
-        finally:
-            self.metrics.answered(scope["path"], status, time.perf_counter() - begin)

@@ -25,6 +25,7 @@ from .limits import Refused
 
 POINTS = 14  # settings of the dial whose cost is measured at the start
 ROUNDS = 3  # of timing an explained image
+PASSES = 1 + 2 * ROUNDS  # of a model, for an explained image
 
 
 class Served:
@@ -85,8 +86,13 @@ class Served:
         return self.preprocess.normalised(pixels.to(self.device)).to(self.dtype)
 
     def prepare(self, photo: Image.Image) -> Tensor:
+        """What the model sees of it."""
+        return self.pixels(self.preprocess.seen(photo))
+
+    @staticmethod
+    def pixels(seen: Image.Image) -> Tensor:
         """Without a calculation of torch's: it runs beside the models, whose threads would wait for this one's."""
-        return torch.from_numpy(np.array(self.preprocess.seen(photo)))
+        return torch.from_numpy(np.array(seen))
 
     def answers(self, out: Output, top: int = 5) -> list[dict[str, Any]]:
         """One for each image of a batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import ipaddress
 import os
 import socket
 import sys
@@ -18,7 +19,7 @@ from ..errors import DwindleError
 from ..methods import Method
 from ..methods.static import Static
 from ..methods.tome import ToMe
-from .limits import Limits
+from .limits import Limits, checked_token
 from .models import Served, beside
 
 BESIDE: dict[str, Callable[[], Method]] = {  # on the first checkpoint's weights, without training
@@ -65,17 +66,20 @@ def serve(
     dtype: str,
     say: Callable[[str], None],
     finish: Callable[[dict], None],
+    allowed: Sequence[str] = (),
 ) -> None:
+    """allowed: names that the server may be asked under, besides `host` and localhost."""
     try:
-        import uvicorn
-
         from .app import create_app
+        from .connection import served_by
+        from .guard import Hosts
+        from .metrics import Metrics
     except ImportError as error:
         raise DwindleError(
             f"The server needs the package {error.name}, which is not installed: pip install 'dwindle[serve]'."
         ) from error
+    token = checked_token(os.environ.get("DWINDLE_TOKEN"))
     check_runs(dtype, device)
-    token = os.environ.get("DWINDLE_TOKEN") or None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol by name: asyncio turns Nagle's delay off (40 ms a response) only where it reads TCP here.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
@@ -91,22 +95,19 @@ def serve(
         # A model asks for Python's lock after each of its hundreds of operations. While the event loop has work it gets
         # it only at the switch interval, by default 5 ms.
         sys.setswitchinterval(SWITCH)
-        app = create_app(models, token=token)
+        bound, port = listening.getsockname()[:2]
+        limits, metrics = Limits(), Metrics()
+        app = create_app(models, limits, token, Hosts((host, bound), allowed), metrics)
+        server = served_by(app, limits, metrics)
         gc.collect()
         gc.freeze()  # what is loaded stays: the garbage collector need not walk through it between requests
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            server_header=False,
-            timeout_keep_alive=10,
-            timeout_graceful_shutdown=30,
-            backlog=512,
-        )
-        address = f"http://{host}:{listening.getsockname()[1]}/"
+        address = f"http://{f'[{host}]' if family == socket.AF_INET6 else host}:{port}/"
         say(f"{', '.join(model.name for model in models)} at {address} (Ctrl+C ends)")
+        if token is None and not ipaddress.ip_address(bound).is_loopback:
+            say("Everyone who reaches this address may ask: set DWINDLE_TOKEN to require a token.")
         result: dict[str, Any] = {"address": address, "models": [model.about() for model in models]}
         finish(result)
         try:
-            uvicorn.Server(config).run(sockets=[listening])
+            server.run(sockets=[listening])
         finally:
             gc.unfreeze()

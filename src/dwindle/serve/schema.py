@@ -74,14 +74,18 @@ _ERROR = _object({"error": _STRING})
 ERRORS: dict[int | str, Any] = {
     status: _json(_ERROR, why)
     for status, why in {
-        400: "The request ended early",
+        400: "The request ended early, or is not HTTP",
         401: "No, or a wrong, bearer token",
+        403: "Asked by a page of another server",
         404: "No such model",
         408: "The body took too long",
         413: "Too many bytes or pixels",
+        415: "The body is encoded",
+        421: "Asked under a name that is not this server's",
         422: "Not an image, or settings out of range",
         429: "Too many images are waiting",
-        503: "Shutting down",
+        431: "Too many or too long headers",
+        503: "Shutting down, or too much to read at once",
         504: "No answer in time",
     }.items()
 }
