@@ -2,10 +2,12 @@
 
 import io
 import json
+import os
 import pickle
 import random
 import subprocess
 import sys
+import time
 import types
 from itertools import chain
 from pathlib import Path
@@ -115,10 +117,75 @@ def test_sixteen_bit_grey_is_scaled():
         assert np.asarray(load_image(encode(Image.fromarray(deep), fmt)))[0, :, 0].tolist() == [0, 100, 255]
 
 
-def test_exif_orientation():
+def turned_by_exif():
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees
-    assert load_image(encode(Image.fromarray(pixels(0)), "JPEG", exif=exif)).size == (16, 20)
+    return exif
+
+
+def test_exif_orientation():
+    assert load_image(encode(Image.fromarray(pixels(0)), "JPEG", exif=turned_by_exif())).size == (16, 20)
+
+
+@pytest.mark.parametrize("low,high", [(0.0, 1.0), (0.25, 0.5)])
+def test_floats_from_zero_to_one_are_scaled(low, high):
+    ramp = np.linspace(low, high, 12, dtype=np.float32).reshape(3, 4)
+    seen = np.asarray(load_image(encode(Image.fromarray(ramp), "TIFF")))[..., 0]
+    assert np.abs(seen - 255 * ramp).max() <= 0.51
+
+
+@pytest.mark.parametrize(
+    "values,message",
+    [
+        (np.float32([[0, np.nan]]), r"no numbers \(NaN"),
+        (np.float32([[0, np.inf]]), r"no numbers \(NaN"),
+        (np.float32([[0, 255]]), "from 0 to 255 and not from 0 to 1"),
+        (np.float32([[-1, 1]]), "from -1 to 1 and not from 0 to 1"),
+        (np.int32([[0, 300]]), "32 bits"),
+    ],
+)
+def test_numbers_whose_white_nobody_knows_are_refused(values, message):
+    with pytest.raises(DwindleError, match=message):
+        load_image(encode(Image.fromarray(values), "TIFF"))
+
+
+def test_one_bit_palettes_and_pages():
+    bits = Image.fromarray(pixels(0)[..., 0] > 127)
+    assert set(np.unique(np.asarray(load_image(encode(bits, "TIFF"))))) == {0, 255}
+    first, second = (Image.fromarray(pixels(i)) for i in range(2))
+    pages = encode(first, "TIFF", save_all=True, append_images=[second])
+    assert (np.asarray(load_image(pages)) == pixels(0)).all()
+    frames = encode(first.convert("P"), "GIF", save_all=True, append_images=[second.convert("P")])
+    assert (np.asarray(load_image(frames)) == np.asarray(first.convert("P").convert("RGB"))).all()
+
+
+def test_load_image_takes_what_is_decoded_already():
+    array, image = pixels(0), Image.fromarray(pixels(0))
+    for given in (array, image, bytearray(encode(image)), memoryview(encode(image)), image.convert("RGBA")):
+        assert (np.asarray(load_image(given)) == array).all()
+    assert (np.asarray(load_image(array[..., :1])) == array[..., :1]).all() and image.mode == "RGB"
+    turned = Image.open(io.BytesIO(encode(image, "JPEG", exif=turned_by_exif())))
+    assert load_image(turned).size == (16, 20) and turned.size == (20, 16)  # the caller's own stays as it was
+    for given, message in (
+        (array.astype(np.float32), "type float32"),
+        (array[None], "8-bit pixels"),
+        (array[:0], "8-bit pixels"),
+        (torch.zeros(3, 4, 4), "Cannot take a Tensor as an image"),
+        (7, "Cannot take a int as an image"),
+        (None, "Cannot take a NoneType as an image"),
+        ("with\0null", "null"),
+    ):
+        with pytest.raises(DwindleError, match=message):
+            load_image(given)
+
+
+def test_what_is_no_file_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jpg")
+    os.symlink("/dev/zero", tmp_path / "endless.jpg")
+    os.symlink("loop.jpg", tmp_path / "loop.jpg")
+    for name in ("pipe.jpg", "endless.jpg", "loop.jpg"):
+        with pytest.raises(DwindleError, match=name):
+            load_image(tmp_path / name)
 
 
 def test_load_image_refuses(tmp_path, monkeypatch):
@@ -525,6 +592,21 @@ def test_what_a_model_sees_is_a_resize_and_a_crop(interpolation):
         for seed, (width, height) in enumerate(sizes):
             image = Image.fromarray(pixels(seed, width, height))
             assert pre.seen(image).tobytes() == t.CenterCrop(size)(resize(image)).tobytes(), (width, height)
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "lanczos", "nearest"])
+def test_a_strip_costs_what_its_crop_does(interpolation):
+    """To a level of the whole's resize; the longest is one that could not be resized whole."""
+    resize = t.Resize(64, t.InterpolationMode(interpolation))
+    pre = Preprocess(size=56, interpolation=interpolation)
+    for size in ((700, 40), (40, 700), (511, 30), (997, 60), (29, 1000)):
+        image = Image.fromarray(pixels(0, *size))
+        whole = np.asarray(t.CenterCrop(56)(resize(image))).astype(int)
+        assert np.abs(np.asarray(pre.seen(image)) - whole).max() <= 1
+    begin = time.process_time()
+    for size in ((10_000_000, 1), (1, 10_000_000), (59_999, 3)):
+        assert pre.seen(Image.new("RGB", size, (1, 2, 3))).getcolors() == [(56 * 56, (1, 2, 3))]
+    assert time.process_time() - begin < 2
 
 
 def test_train_transform_is_a_function_of_the_seed():

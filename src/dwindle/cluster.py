@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from .checkpoint import load_halting
 from .errors import DwindleError
@@ -53,7 +52,6 @@ class Classify:
 
     def _read(self, value: Any) -> tuple[Any, str | None]:
         try:
-            photo = Image.fromarray(value).convert("RGB") if isinstance(value, np.ndarray) else load_image(bytes(value))
-            return self.transform(photo), None
+            return self.transform(load_image(value if isinstance(value, np.ndarray) else bytes(value))), None
         except (DwindleError, OSError, MemoryError, TypeError, ValueError) as error:
             return None, str(error) or type(error).__name__

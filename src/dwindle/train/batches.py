@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ..errors import DwindleError
+from ..images import resized_middle
 
 if TYPE_CHECKING:
     from .data import Images
@@ -262,7 +263,7 @@ def _decode(
             image = images.image(i)
             if strict and image.size != (side, side):
                 return False
-            out[i] = np.asarray(_square(image, side))
+            out[i] = np.asarray(resized_middle(image, side, side, Image.Resampling.BICUBIC))
         return True
 
     parts = [range(at, min(at + 32, n)) for at in range(0, n, 32)]  # a task costs as much as a small image
@@ -274,17 +275,6 @@ def _decode(
             if progress:
                 progress(rows.stop, n)
     return out
-
-
-def _square(image: Image.Image, side: int) -> Image.Image:
-    """Short side to `side`, then the centre, rounded as torchvision's Resize and CenterCrop round."""
-    width, height = image.size
-    short = min(width, height)
-    width, height = int(side * width / short), int(side * height / short)
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = round((width - side) / 2), round((height - side) / 2)
-    return image.crop((left, top, left + side, top + side))
 
 
 @dataclass
