@@ -161,12 +161,12 @@ def test_one_bit_palettes_and_pages():
 
 def test_load_image_takes_what_is_decoded_already():
     array, image = pixels(0), Image.fromarray(pixels(0))
-    for given in (array, image, bytearray(encode(image)), memoryview(encode(image)), image.convert("RGBA")):
-        assert (np.asarray(load_image(given)) == array).all()
+    for source in (array, image, bytearray(encode(image)), memoryview(encode(image)), image.convert("RGBA")):
+        assert (np.asarray(load_image(source)) == array).all()
     assert (np.asarray(load_image(array[..., :1])) == array[..., :1]).all() and image.mode == "RGB"
     turned = Image.open(io.BytesIO(encode(image, "JPEG", exif=turned_by_exif())))
     assert load_image(turned).size == (16, 20) and turned.size == (20, 16)  # the caller's own stays as it was
-    for given, message in (
+    for source, message in (
         (array.astype(np.float32), "type float32"),
         (array[None], "8-bit pixels"),
         (array[:0], "8-bit pixels"),
@@ -176,7 +176,7 @@ def test_load_image_takes_what_is_decoded_already():
         ("with\0null", "null"),
     ):
         with pytest.raises(DwindleError, match=message):
-            load_image(given)
+            load_image(source)
 
 
 def test_what_is_no_file_is_not_opened(tmp_path):

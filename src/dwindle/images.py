@@ -39,6 +39,7 @@ def load_image(
 ) -> Image.Image:
     """Decode a file, its bytes, an image of Pillow's or 8-bit pixels (height, width, 3) to upright RGB; of several
     pages or frames the first. `what` names the source in errors."""
+    opened: Callable[[], Image.Image]
     if isinstance(source, bytes | bytearray | memoryview):
         what, opened = what or "in the bytes given", partial(_opened, io.BytesIO(source))
     elif isinstance(source, str | os.PathLike):
