@@ -277,6 +277,127 @@ def test_corrupt_image_in_folder_is_named(tmp_path):
         images[3]
 
 
+def tree(root, *paths):
+    for i, path in enumerate(paths):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels(i)).save(root / path)
+    return root
+
+
+def named(images):
+    """The files, by the names of their classes."""
+    names = [os.fsdecode(name) for name in images.source.args[1]]
+    return [(images.classes[label], Path(name).name) for name, label in zip(names, images.labels)]
+
+
+def test_parts_of_a_set_are_no_classes(tmp_path):
+    for words in (("training", "testing"), ("data_x", "test"), ("Training", "data_256_raw")):
+        root = class_folders(tmp_path / words[0], words)
+        if words[0] == "data_x":
+            assert open_data(str(root)).classes == ["data_x", "test"]
+            continue
+        with pytest.raises(DwindleError, match="parts of a data set and no classes"):
+            open_data(str(root))
+    for word in ("valid", "VAL"):
+        class_folders(tmp_path / word / "Train")
+        class_folders(tmp_path / word / word, each=1)
+        assert len(open_data(str(tmp_path / word))) == 6 and len(open_data(str(tmp_path / word), "test")) == 2
+
+
+def test_images_a_level_deeper_are_refused(tmp_path):
+    nested = tree(tmp_path / "d", "x/ant/0.png", "x/bee/0.png", "y/cat/0.png", "y/ant/1.png")
+    with pytest.raises(DwindleError, match=r"a level deeper than its folders \(x/ant/0\.png\).*holds the classes"):
+        open_data(str(nested))
+    with pytest.raises(DwindleError, match=r"give '.*one/all'"):
+        open_data(str(tree(tmp_path / "one", "all/ant/0.png", "all/bee/0.png")))
+    # Classes that are parted further, and those whose images lie in one folder each, are classes.
+    tree(tmp_path / "mixed", "ant/0.png", "ant/more/1.png", "bee/old/0.png", "bee/new/1.png")
+    assert open_data(str(tmp_path / "mixed")).labels.tolist() == [0, 0, 1, 1]
+    tiny = tree(tmp_path / "tiny", "ant/images/0.png", "bee/images/0.png")
+    assert open_data(str(tiny)).classes == ["ant", "bee"]
+
+
+def places(root, train="data_256", val="val_256"):
+    """Places365 as it comes, in small: three of its classes."""
+    tree(root, f"{train}/a/airfield/00000001.jpg", f"{train}/b/bow_window/indoor/00000001.jpg",
+         f"{train}/b/bow_window/indoor/00000002.jpg", f"{val}/Places365_val_00000001.jpg",
+         f"{val}/Places365_val_00000002.jpg")  # fmt: skip
+    (root / "categories_places365.txt").write_text("/a/airfield 0\n/a/alcove 1\n/b/bow_window/indoor 2\n")
+    (root / "places365_train_standard.txt").write_text("/a/airfield/00000001.jpg 0\n")
+    (root / "places365_val.txt").write_text("Places365_val_00000001.jpg 2\nPlaces365_val_00000002.jpg 0\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    "train,val", [("data_256", "val_256"), ("data_large", "val_large"), ("data_256_standard", "val_256")]
+)
+def test_places365_as_it_comes(tmp_path, train, val):
+    root = places(tmp_path / "data" / "places365", train, val)
+    images, held = open_data("places365"), open_data("places365", "test")
+    assert images.classes == held.classes == ["airfield", "alcove", "bow_window/indoor"]
+    assert named(images) == [("airfield", "00000001.jpg"), *[("bow_window/indoor", f"0000000{i}.jpg") for i in (1, 2)]]
+    assert held.labels.tolist() == [2, 0] and images.split == "train" and held[1][0].size == (20, 16)
+    alone = open_data(str(root / train))  # only the tree: its classes are those it has
+    assert alone.classes == ["airfield", "bow_window/indoor"] and alone.labels.tolist() == [0, 1, 1]
+    with pytest.raises(DwindleError, match=r"no images in class folders.*Places365's .*needs categories_places365"):
+        open_data(str(root / val))
+    (root / "places365_val.txt").write_text("Places365_val_00000001.jpg 2\nPlaces365_val_00000009.jpg 0\n")
+    with pytest.raises(DwindleError, match=r"names Places365_val_00000009\.jpg, which .* lacks"):
+        open_data("places365", "val")
+    (root / "places365_val.txt").write_text("what is this\n")
+    with pytest.raises(DwindleError, match="no list of names and numbers"):
+        open_data("places365", "val")
+    (root / "places365_val.txt").unlink()
+    with pytest.raises(DwindleError, match=r"stands in categories_places365\.txt, places365_val\.txt; put these"):
+        open_data("places365", "val")
+    tree(root, f"{train}/z/zoo/1.jpg")
+    with pytest.raises(DwindleError, match="class 'zoo', which categories"):
+        open_data("places365")
+
+
+def test_links_are_followed_once(tmp_path):
+    """In a circle they would lead to the same images for ever."""
+    root = class_folders(tmp_path / "d")
+    for at, to in (("ant/round", root), ("bee/ants", root / "ant"), ("self", root), ("bee/deep", root / "bee")):
+        os.symlink(to, root / at)
+    Image.fromarray(pixels(7)).save(tmp_path / "elsewhere.png")
+    os.symlink(tmp_path / "elsewhere.png", root / "bee" / "x.png")
+    os.symlink("gone.png", root / "bee" / "y.png")
+    os.symlink("z.png", root / "bee" / "z.png")
+    os.mkfifo(root / "bee" / "pipe.png")
+    os.symlink("/dev/zero", root / "bee" / "zero.png")
+    images = open_data("d")
+    assert images.classes == ["ant", "bee"]
+    assert [name for word, name in named(images) if word == "bee"] == [
+        "0.png",
+        "1.png",
+        "2.png",
+        "x.png",
+        "y.png",
+        "z.png",
+    ]
+    assert len(images) == 9 and (np.asarray(images[6][0]) == pixels(7)).all()
+    for broken in (7, 8):  # named where they are read, and not left out in silence
+        with pytest.raises(DwindleError, match=f"bee/{'yz'[broken - 7]}"):
+            images[broken]
+    os.symlink(root / "ant", root / "emmet")
+    with pytest.raises(DwindleError, match="'emmet' are one folder"):
+        open_data("d")
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    root, scan = class_folders(tmp_path / "d"), os.scandir
+
+    def refusing(path):
+        if Path(path).name == "bee":
+            raise PermissionError(13, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(DwindleError, match=r"Cannot list the folder '.*bee' \(Permission denied\)"):
+        open_data(str(root))
+
+
 # Known names
 
 

@@ -41,9 +41,9 @@ def load_image(
     pages or frames the first. `what` names the source in errors."""
     opened: Callable[[], Image.Image]
     if isinstance(source, bytes | bytearray | memoryview):
-        what, opened = what or "in the bytes given", partial(_opened, io.BytesIO(source))
+        what, opened = what or "in the bytes given", partial(open_file, io.BytesIO(source))
     elif isinstance(source, str | os.PathLike):
-        what, opened = what or f"'{shown(os.fsdecode(source))}'", partial(_opened, source)
+        what, opened = what or f"'{shown(os.fsdecode(source))}'", partial(open_file, source)
     elif isinstance(source, Image.Image):
         what, opened = what or "given", source.copy
     elif isinstance(source, np.ndarray):
@@ -71,7 +71,7 @@ def load_image(
         raise CorruptImage(f"Cannot decode the image {what}: {error}; replace or remove it.") from error
 
 
-def _opened(source: Any) -> Image.Image:
+def open_file(source: Any) -> Image.Image:
     """Pillow's image of a file, one that can be read to its end: opening a fifo would wait, a device never end."""
     if not isinstance(source, io.BytesIO) and not stat.S_ISREG(os.stat(source).st_mode):
         raise ValueError("it is a folder, a pipe or a device, and no file")

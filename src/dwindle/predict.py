@@ -29,7 +29,8 @@ from .files import draft, shown, write_text
 from .images import preprocess_of
 from .model import AdaptiveViT, Output
 from .prepared import quickest
-from .train.data import EXTENSIONS, Images, Parquet, from_file, open_data
+from .train.data import Images, Parquet, from_file, open_data
+from .train.folders import image_files
 from .train.heap import kept_pages
 
 PART = 2048  # rows; what a kill can cost
@@ -213,15 +214,10 @@ def _files(images: Images) -> list[Path]:
 def open_images(name: str) -> Images:
     """As `open_data`; a folder with images of its own is just images, those of its folders too, without labels."""
     folder = Path(name).expanduser()
-    if not (folder.is_dir() and any(_is_image(path) for path in folder.iterdir())):
+    if not folder.is_dir() or os.sep in next(image_files(folder), os.sep):  # its own come first
         return open_data(name, "test")
-    found = sorted(path for path in folder.rglob("*") if _is_image(path))
-    paths = np.array([os.fsencode(p.relative_to(folder)) for p in found])
+    paths = np.array([os.fsencode(path) for path in sorted(image_files(folder), key=Path)])
     return Images(name, partial(from_file, folder, paths), np.full(len(paths), -1))
-
-
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in EXTENSIONS and not path.name.startswith(".")
 
 
 def _name(images: Images, i: int) -> str | None:

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from ..dtypes import dtype_of
 from ..errors import DwindleError, unknown
-from ..images import Preprocess, load_image
+from ..images import Preprocess, load_image, open_file
 from ..train.batches import loader
-from ..train.data import EXTENSIONS, Images
+from ..train.data import Images
 from ..train.data import limit as first
+from ..train.folders import is_image
 from .images import preprocess_for
 from .model import AdaPerceiver
 from .recipe import AdaRecipe
@@ -56,8 +57,8 @@ class Scenes(Images):
 
     def __init__(self, folder: str, split: str, task: str) -> None:
         images, targets, self.shift = _places(Path(folder), split, task)
-        by_name = {path.stem: path for path in sorted(targets.iterdir()) if path.suffix.lower() in EXTENSIONS}
-        found = [path for path in sorted(images.iterdir()) if path.suffix.lower() in EXTENSIONS]
+        by_name = {path.stem: path for path in sorted(targets.iterdir()) if is_image(path.name)}
+        found = [path for path in sorted(images.iterdir()) if is_image(path.name)]
         lone = next((path for path in found if path.stem not in by_name), None)
         if not found or lone is not None:
             what = f"{images} holds no images" if not found else f"{lone} has no target of its name in {targets}"
@@ -89,7 +90,7 @@ class Scenes(Images):
     def target(self, i: int) -> np.ndarray:
         path = self.targets[int(self.rows[i])]
         try:
-            with Image.open(path) as image:
+            with open_file(path) as image:
                 values = np.asarray(image)
         except Exception as error:  # damaged bytes may make a decoder raise anything
             raise DwindleError(f"Cannot decode the target {path}: {error}; replace it.") from error

@@ -20,15 +20,13 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from ..errors import DwindleError, unknown
+from ..files import shown
 from ..images import Transform, load_image
+from .folders import FORMS, class_folders, pick
 
 KNOWN = ("cifar100", "imagenet", "places365")
-EVALUATION = ("validation", "val", "test")  # synonyms, in the order they are tried: "test" often has no labels
-SPLITS = ("train", *EVALUATION)
 LABELS = ("fine_label", "label", "labels")
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 MEMORY = 2 << 30  # bytes of encoded images held at once
-FORMS = "expected class folders (folder/class_a/*.jpg, or folder/train/class_a/*.jpg) or Hugging Face parquet files."
 
 
 Source = Callable[[int], Image.Image]  # decodes row i; worker processes can copy it
@@ -132,10 +130,20 @@ class Parquet:
 
 
 class Images(Dataset):
-    """A map-style data set: `images[i]` is (RGB image or `transform` of it, label)."""
+    """A map-style data set: `images[i]` is (RGB image or `transform` of it, label).
 
-    def __init__(self, name: str, source: Source, labels: np.ndarray, classes: list[str] | None = None):
-        self.name, self.source, self.classes = name, source, classes
+    split: which one of the data these are; None where it is not parted.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        labels: np.ndarray,
+        classes: list[str] | None = None,
+        split: str | None = None,
+    ):
+        self.name, self.source, self.classes, self.split = name, source, classes, split
         self.labels = np.asarray(labels, dtype=np.int64)
         self.num_classes = len(classes) if classes else int(self.labels.max(initial=-1)) + 1
         self.transform: Transform | None = None
@@ -249,58 +257,23 @@ def _open_folder(folder: Path, split: str, name: str, memory: int) -> Images:
     for at in (folder, folder / "data"):
         if shards := sorted(p for p in at.glob("*.parquet") if not p.name.startswith(".")):
             return _open_parquet(shards, split, name, memory)
-    return _open_classes(folder, split, name)
-
-
-def _pick(split: str, there: list[str], name: str) -> str:
-    """The split asked for, or for an evaluation word whichever of its synonyms exists."""
-    for word in (split, *(EVALUATION if split in EVALUATION else ())):
-        if word in there:
-            return word
-    raise DwindleError(f"'{name}' has no split '{split}', it has {', '.join(there)}; ask for one of these.")
+    found = class_folders(folder, split, name)
+    names = np.array(
+        [os.fsencode(name) for name in found.names]
+    )  # one buffer: workers would come to copy a list of str
+    source = partial(from_file, found.root, names)
+    return Images(name, source, np.array(found.labels), [*map(shown, found.classes)], found.split)
 
 
 def _open_cifar(root: Path, split: str, name: str) -> Images:
     from torchvision.datasets import CIFAR100  # verifies checksums before it unpickles
 
-    train = _pick(split, ["train", "test"], name) == "train"
+    chosen = pick(split, ["train", "test"], name)
     try:
-        data = CIFAR100(str(root), train=train)
+        data = CIFAR100(str(root), train=chosen == "train")
     except RuntimeError as error:
         raise DwindleError(f"CIFAR-100 in '{root}' is incomplete or altered; download it again.") from error
-    return Images(name, partial(_from_array, data.data), np.array(data.targets), list(data.classes))
-
-
-def _subfolders(folder: Path) -> list[str]:
-    return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
-
-
-def _open_classes(folder: Path, split: str, name: str) -> Images:
-    here = _subfolders(folder)
-    splits = [s for s in here if s in SPLITS]
-    # A class may be called "train" too: a split holds class folders, or stands among nothing but splits.
-    if splits and (splits == here or any(_subfolders(folder / s) for s in splits)):
-        part = folder / _pick(split, splits, name)
-        # Labels are numbered by the training folders, so that a class missing from evaluation shifts nothing.
-        classes = _subfolders(folder / "train") if "train" in splits else _subfolders(part)
-        if extra := set(_subfolders(part)) - set(classes):
-            raise DwindleError(f"'{part}' has classes that 'train' lacks: {', '.join(sorted(extra)[:5])}; rename them.")
-    elif split in SPLITS:
-        part, classes = folder, here
-    else:
-        raise unknown("split", split, SPLITS)
-    paths: list[str] = []
-    labels: list[int] = []
-    for label, word in enumerate(classes):
-        for at, folders, files in os.walk(part / word, followlinks=True):
-            folders[:] = sorted(f for f in folders if not f.startswith("."))
-            found = sorted(f for f in files if f.lower().endswith(EXTENSIONS) and not f.startswith("."))
-            paths += [os.path.relpath(os.path.join(at, f), part) for f in found]
-            labels += [label] * len(found)
-    if not paths:
-        raise DwindleError(f"'{part}' holds no images in class folders; {FORMS}")
-    names = np.array([os.fsencode(p) for p in paths])  # one buffer: workers would come to copy a list of str
-    return Images(name, partial(from_file, part, names), np.array(labels), classes)
+    return Images(name, partial(_from_array, data.data), np.array(data.targets), list(data.classes), chosen)
 
 
 @contextmanager
@@ -338,7 +311,8 @@ def _open_parquet(shards: list[Path], split: str, name: str, memory: int) -> Ima
     splits: dict[str, list[Path]] = {}
     for path in shards:
         splits.setdefault(path.stem.split("-")[0], []).append(path)
-    files = splits[_pick(split, list(splits), name)]
+    chosen = pick(split, list(splits), name)
+    files = splits[chosen]
     total = re.search(r"-of-(\d+)", files[0].stem)
     if total and int(total[1]) != len(files):
         raise DwindleError(f"'{name}' has {len(files)} of {int(total[1])} '{split}' shards; fetch the missing ones.")
@@ -351,7 +325,7 @@ def _open_parquet(shards: list[Path], split: str, name: str, memory: int) -> Ima
             raise DwindleError(f"Column '{label}' of '{path}' has rows without a label; fill or remove them.")
         parts.append(column.to_numpy())
     source = Parquet(files, image, memory)
-    return Images(name, source, np.concatenate(parts), classes or _classes_beside(files[0].parent))
+    return Images(name, source, np.concatenate(parts), classes or _classes_beside(files[0].parent), chosen)
 
 
 def _classes_beside(folder: Path) -> list[str] | None:
@@ -372,7 +346,7 @@ def _open_hub(name: str, split: str) -> Images:
         need = 'was taken for a Hub id, which needs: pip install "dwindle[hub]"'
         raise DwindleError(f"'{name}' is no folder here; it {need}.") from error
     try:
-        chosen = _pick(split, list(datasets.get_dataset_split_names(name)), name)
+        chosen = pick(split, list(datasets.get_dataset_split_names(name)), name)
         rows = datasets.load_dataset(name, split=chosen)
     except DwindleError:
         raise
@@ -380,4 +354,4 @@ def _open_hub(name: str, split: str) -> Images:
         raise DwindleError(f"Cannot open '{name}' from the Hub: {error}; check the id and the connection.") from error
     image, label, classes = _columns(rows.features.arrow_schema, name)
     raw = rows.cast_column(image, datasets.Image(decode=False))
-    return Images(name, partial(_from_hub, raw, image, name), np.asarray(rows[label][:]), classes)
+    return Images(name, partial(_from_hub, raw, image, name), np.asarray(rows[label][:]), classes, chosen)
