@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .backbones.base import Backbone, backbone_of
+from .classes import known_classes
 from .errors import DwindleError, unknown
 from .files import write_weights
 from .int8 import is_int8, to_int8
@@ -62,7 +63,7 @@ def save(
         "library": "dwindle",
         **_described(model),
         "saved": what,
-        "extra": {**getattr(model, "extra", {}), **(extra or {})},
+        "extra": {**_named(model), **getattr(model, "extra", {}), **(extra or {})},
     }
     state = model.state_dict() if weights is None else weights
     chosen = {name: value for name, value in state.items() if what == "all" or name.startswith("method.")}
@@ -80,6 +81,12 @@ def save(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+def _named(model: Any) -> dict[str, Any]:
+    """What a Hugging Face or timm config calls the classes: what is rebuilt from ours would not know."""
+    names = known_classes(model)
+    return {} if names is None else {"classes": names}
 
 
 def _described(model: Any) -> dict[str, Any]:

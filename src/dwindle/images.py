@@ -245,33 +245,6 @@ class Preprocess:
         mean, std = (x.new_tensor(values)[:, None, None] for values in (self.mean, self.std))
         return x.div_(255).sub_(mean).div_(std)
 
-    def train_transform(
-        self,
-        randaugment: str | None = "rand-m9-mstd0.5-inc1",
-        color_jitter: float = 0.4,
-        reprob: float = 0.25,
-        min_scale: float = 0.08,
-    ) -> Transform:
-        """DeiT's augmentation. As there, timm leaves `color_jitter` out when `randaugment` is given."""
-        from timm.data import create_transform
-
-        transform = create_transform(
-            self.size,
-            is_training=True,
-            auto_augment=randaugment,
-            color_jitter=color_jitter,
-            re_prob=reprob,
-            re_mode="pixel",
-            scale=(min_scale, 1.0),
-            interpolation=self.interpolation,
-            mean=self.mean,
-            std=self.std,
-        )
-        for step in transform.transforms:
-            for op in getattr(step, "ops", []):
-                op.magnitude_max = 9.99  # at 10 timm posterises to 0 bits, which Pillow 13 refuses
-        return transform
-
 
 def preprocess_of(model: AdaptiveViT) -> Preprocess:
     """What the checkpoint says; else what the backbone was trained with."""

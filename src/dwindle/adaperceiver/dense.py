@@ -64,7 +64,7 @@ class Scenes(Images):
             what = f"{images} holds no images" if not found else f"{lone} has no target of its name in {targets}"
             raise DwindleError(f"{what}; every image needs one.")
         self.task, self.targets = task, [by_name[path.stem] for path in found]
-        super().__init__(folder, partial(_image, found), np.zeros(len(found)))
+        super().__init__(folder, partial(_image, found), np.zeros(len(found)), split=split)
         self.num_classes, self.size, self.train = 1, 224, False
         self.known: int | None = None  # how many classes a mask may have
         self.preprocess = Preprocess()
@@ -177,8 +177,10 @@ class DenseRun(AdaRun):
 
     recipe: DenseRecipe
 
-    def _open(self, limit: int | None, train_images: Any = None, eval_images: Any = None) -> None:
-        task = self.recipe.task
+    def _open(
+        self, eval_data: str | None, limit: int | None, train_images: Any = None, eval_images: Any = None
+    ) -> None:
+        task, self.holdout, self.head_fits = self.recipe.task, {}, True
         train, held = Scenes(self.data["train"], "train", task), Scenes(self.data["eval"], "val", task)
         if limit is not None:
             train, held = first(train, limit), first(held, limit)  # type: ignore[assignment]

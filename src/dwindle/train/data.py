@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import re
@@ -19,9 +20,10 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
+from ..classes import Match, by_name, match
 from ..errors import DwindleError, unknown
 from ..files import shown
-from ..images import Transform, load_image
+from ..images import CorruptImage, Transform, load_image
 from .folders import FORMS, class_folders, pick
 
 KNOWN = ("cifar100", "imagenet", "places365")
@@ -46,7 +48,7 @@ def _from_hub(rows: Any, column: str, name: str, i: int) -> Image.Image:
 
 def _from_cell(cell: dict | None, what: str) -> Image.Image:
     if not cell or not (cell["bytes"] or cell["path"]):
-        raise DwindleError(f"There is no image {what}; remove that row.")
+        raise CorruptImage(f"There is no image {what}; remove that row.")
     return load_image(cell["bytes"] or cell["path"], what)
 
 
@@ -132,7 +134,9 @@ class Parquet:
 class Images(Dataset):
     """A map-style data set: `images[i]` is (RGB image or `transform` of it, label).
 
-    split: which one of the data these are; None where it is not parted.
+    split: which one of the data these are; None where it is not parted. where: the same for people. match: how their
+    labels became a model's. skip: whether corrupt images are skipped, by whoever reads in batches; None: who asks for
+    these cannot choose. corrupt: those met, by their rows in the source, and why.
     """
 
     def __init__(
@@ -148,13 +152,68 @@ class Images(Dataset):
         self.num_classes = len(classes) if classes else int(self.labels.max(initial=-1)) + 1
         self.transform: Transform | None = None
         self.rows = np.arange(len(self.labels))
+        self.where = f"split {split} of {name}" if split else f"all of {name}"
+        self.match: Match | None = None
+        self.skip: bool | None = None
+        self.corrupt: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self.rows)
 
+    def about(self) -> dict[str, Any]:
+        """Which images these are, for JSON, and how their labels were found."""
+        on = f"{self.where}: {len(self) - len(self.corrupt):,} images"
+        broken = {"corrupt": len(self.corrupt)} if self.corrupt else {}
+        return {"on": on} | broken | (self.match.about() if self.match else {})
+
+    def told(self) -> str:
+        """The same for people."""
+        broken = f" {len(self.corrupt)} corrupt ones are skipped." if self.corrupt else ""
+        return f"{self.about()['on']}.{broken}" + (f" {self.match.told()}" if self.match else "")
+
+    def row(self, i: int) -> int:
+        """Where the source has image i."""
+        return int(self.rows[i])
+
     def image(self, i: int) -> Image.Image:
         """The decoded image, before `transform`."""
-        return self.source(int(self.rows[i]))
+        return self.source(self.row(i))
+
+    def file(self, i: int) -> str | None:
+        """What image i is called, where it is."""
+        return self.file_of(self.row(i))
+
+    def file_of(self, row: int) -> str | None:
+        if isinstance(self.source, partial) and self.source.func is from_file:
+            return shown(os.fsdecode(self.source.args[1][row]))
+        return self.source.path(row) if isinstance(self.source, Parquet) else None
+
+    def sample(self) -> Image.Image:
+        """The first image that can be read, or whatever is wrong with the first."""
+        for i in range(len(self)):
+            try:
+                return self.image(i)
+            except CorruptImage as error:
+                self.corrupt |= self.skipped(i, error)
+        raise CorruptImage(f"None of the images of '{self.name}' can be read; give others.")
+
+    def skipped(self, i: int, error: CorruptImage) -> dict[int, str]:
+        """Image i, noted as corrupt; the error itself where those are not skipped."""
+        if self.skip is not True:
+            hint = "" if self.skip is None else "; --skip-corrupt (--set skip_corrupt=true) goes on without it"
+            raise CorruptImage(f"{str(error).removesuffix('.')}{hint}.") from error
+        return {self.row(i): str(error)}
+
+    def corrupt_files(self) -> list[tuple[str, str]]:
+        """Those skipped: what they are called, and what is wrong."""
+        return [(self.file_of(row) or f"row {row}", why) for row, why in sorted(self.corrupt.items())]
+
+    def instead_of(self, i: int) -> Iterator[int]:
+        """Image i, then the following ones of its class, round to those before it."""
+        yield i
+        like = np.flatnonzero(self.labels == self.labels[i])
+        at = int(np.searchsorted(like, i))
+        yield from (int(j) for j in (*like[at + 1 :], *like[:at]))
 
     def __getitem__(self, i: int) -> tuple[Any, int]:
         image = self.image(i)
@@ -182,10 +241,10 @@ class Images(Dataset):
             order = order[np.argsort(self.source.windows(self.rows, generator)[order], kind="stable")]
         return order
 
-    def select(self, indices: np.ndarray) -> Images:
+    def select(self, indices: np.ndarray | slice) -> Images:
         """A view on some of the images; classes stay those of the whole."""
         part = copy.copy(self)
-        part.rows, part.labels = self.rows[indices], self.labels[indices]
+        part.rows, part.labels, part.corrupt = self.rows[indices], self.labels[indices], {}
         return part
 
 
@@ -193,8 +252,12 @@ def limit(images: Images, n: int, seed: int | None = None) -> Images:
     """The first n images, or n drawn at random with `seed`; all of them when there are fewer."""
     if n < 1:
         raise DwindleError(f"Cannot limit '{images.name}' to {n} images; give a positive number.")
+    if n >= len(images) and seed is None:
+        return images
     order = np.arange(len(images)) if seed is None else np.random.default_rng(seed).permutation(len(images))
-    return images.select(order[:n])
+    part = images.select(order[:n])
+    part.where = f"{'the first' if seed is None else 'some'} {len(part)} images of {images.where}"
+    return part
 
 
 def hold_out(images: Images, share: float, seed: int = 0) -> tuple[Images, Images]:
@@ -210,11 +273,53 @@ def hold_out(images: Images, share: float, seed: int = 0) -> tuple[Images, Image
     # Evenly spaced along the classes laid end to end, so that classes of one image are sampled fairly too.
     held = np.zeros(n, dtype=bool)
     held[by_class[((np.arange(count) + rng.random()) * n / count).astype(np.int64)]] = True
-    return images.select(np.flatnonzero(~held)), images.select(np.flatnonzero(held))
+    parts = images.select(np.flatnonzero(~held)), images.select(np.flatnonzero(held))
+    whole = images.where.removeprefix("all of ")
+    parts[0].where, parts[1].where = f"the rest of {whole}", f"{100 * share:g}% held out of {whole} by seed {seed}"
+    return parts
+
+
+def matched(images: Images, names: list[str] | None, count: int, owner: str = "the model") -> Images:
+    """The images of the classes that are among `count`, perhaps with names, of a model's; labelled by its numbers."""
+    high = int(images.labels.max(initial=-1))
+    check_labels(images.labels, high + 1)
+    if high >= images.num_classes:
+        raise DwindleError(
+            f"'{images.name}' holds label {high}, but names {images.num_classes} classes; complete them."
+        )
+    found = match(images.classes, images.num_classes, names, count, named=images.name, owner=owner)
+    part = relabelled(images, found)
+    part = part.select(np.flatnonzero(part.labels >= 0))
+    if len(images) and not len(part):
+        raise DwindleError(
+            f"'{images.name}' has no image of a class that {owner} has too ({found.told()}); give other images."
+        )
+    part.classes, part.num_classes = names or (images.classes if found.same else None), count
+    part.match = dataclasses.replace(found, left_out=len(images) - len(part))
+    return part
+
+
+def relabelled(images: Images, found: Match) -> Images:
+    """All of them; -1 labels those of classes that have no number."""
+    part = images.select(slice(None))
+    part.labels = np.where(images.labels < 0, -1, found.numbers[images.labels])
+    return part
+
+
+def in_order(images: Images, names: list[str]) -> Images:
+    """Numbered as a head does whose classes have these names, in another order; without names of their own by these."""
+    if images.classes is None:
+        part = images.select(slice(None))
+        part.classes = names
+        return part
+    found = by_name(images.classes, names)
+    part = relabelled(images, found)
+    part.classes = [images.classes[i] for i in np.argsort(found.numbers)]
+    return part
 
 
 def check_labels(labels: Any, num_classes: int) -> None:
-    """Refuse labels that a head of `num_classes` outputs cannot have."""
+    """Refuse labels beyond `num_classes`."""
     labels = np.asarray(labels)
     low, high = int(labels.min(initial=0)), int(labels.max(initial=0))
     if low < 0:

@@ -17,6 +17,7 @@ from ..methods import Method
 from ..methods.base import require
 from ..model import DISTILLATIONS, LAYOUTS
 from ..ops.half import halves
+from .augment import planner
 
 PARALLELS = ("ddp", "fsdp")
 
@@ -55,16 +56,19 @@ class Recipe:
     label_weight: float = 1.0  # of the cross-entropy with the labels
 
     resident: bool | None = None  # data on the device as uint8; None: on a GPU, when it fits
-    augment: str | None = "rand-m9-mstd0.5-inc1"
+    augment: str | None = "rand-m9-mstd0.5-inc1"  # timm's name of a RandAugment
     min_scale: float = 0.08
-    jitter: float = 0.0
+    jitter: float = 0.0  # of brightness, contrast and saturation
+    erase: float = 0.25  # share of the images of which a rectangle is erased
     mixup: float = 0.0  # alpha of timm's Mixup and CutMix
     cutmix: float = 0.0
     mix_prob: float = 1.0  # share of the batches that are mixed
     views: int = 0  # epochs after which batches come again as they were, so that a teacher is asked once; 0: never
+    skip_corrupt: bool = False  # images that cannot be read: others of their class in their place
     workers: int = 2
     seed: int = 0
     eval_every: int = 1  # epochs
+    holdout: float = 0.1  # share of the training images to evaluate on, where the data has no others
     save_every: int = 1  # epochs; what a kill may cost, if they take less than a minute together
 
     def halves(self, device: torch.device) -> bool:
@@ -83,8 +87,9 @@ class Recipe:
         lowest |= dict.fromkeys(("mixup", "cutmix", "teacher_weight", "label_weight", "views"), 0)
         for name, low in lowest.items():
             require(getattr(self, name) >= low, f"{name} = {getattr(self, name)}", f"it must be at least {low}")
+        require(0 <= self.holdout < 1, f"holdout = {self.holdout}", "it is a share, from 0 to below 1")
         require(self.seed < 2**32, f"seed = {self.seed}", "it must be below 2^32")
-        for name in ("smoothing", "ema", "min_scale", "mix_prob", "jitter"):
+        for name in ("smoothing", "ema", "min_scale", "mix_prob", "jitter", "erase"):
             require(0 <= getattr(self, name) <= 1, f"{name} = {getattr(self, name)}", "it must lie between 0 and 1")
         for name, known in (("distill", DISTILLATIONS), ("parallel", PARALLELS), ("layout", tuple(LAYOUTS))):
             if getattr(self, name) not in known:
@@ -98,6 +103,7 @@ class Recipe:
         if self.augment is not None:
             named = self.augment.startswith("rand")
             require(named, f"augment = {self.augment}", "it names timm's RandAugment, such as rand-m9-mstd0.5-inc1")
+            planner(self.augment, 224, (0.5, 0.5, 0.5), "bicubic")
 
     def runner(self) -> Any:
         """What trains it."""
