@@ -214,29 +214,12 @@ def evaluate(
         for name in ("tokens", "depth"):
             given = setting[name]
             require(policy is None or given is None, f"--{name} {given}", "--policy chooses it, so leave it out")
-        return perceiver.evaluate(
-            checkpoint,
-            data,
-            batch,
-            limit,
-            workers,
-            device,
-            dtype,
-            exit,
-            exits,
-            policy,
-            holdout,
-            skip_corrupt,
-            **setting,
-        )
+        loading = (batch, limit, workers, device, dtype, holdout, skip_corrupt)
+        return perceiver.evaluate(checkpoint, data, *loading, exit, exits, policy, **setting)
     only_for("an AdaPerceiver", exit=exit, exits=exits, policy=policy, **setting)
     if language.is_checkpoint(checkpoint):
-        only_for(
-            "vision models",
-            dtype=None if dtype == "fp32" else dtype,
-            holdout=holdout,
-            skip_corrupt=skip_corrupt or None,
-        )
+        only_for("vision models", dtype=None if dtype == "fp32" else dtype)
+        only_for("vision models", holdout=holdout, skip_corrupt=skip_corrupt or None)
         return language.evaluate(checkpoint, data, layout, threshold, tau, batch, limit, device)
     only_for("language models", tau=tau)
     data = needed(data, "eval", "--data")

@@ -156,13 +156,20 @@ def _places(folder: Path, split: str, task: str) -> tuple[Path, Path, bool]:
 
 @dataclass
 class DenseRecipe(AdaRecipe):
-    """Token loss only (D.3, D.4). task: 'segmentation', or 'depth'."""
+    """Token loss only (D.3, D.4), on images cut and flipped together with their targets. task: 'segmentation', or
+    'depth'."""
 
     task: str = "segmentation"
     stages: tuple = (1.0, 0.0, 0.0)
+    augment: str | None = None
+    erase: float = 0.0
 
     def check(self) -> None:
         super().check()
+        for name in ("augment", "min_scale", "jitter", "erase", "holdout", "skip_corrupt", "resident"):
+            given = getattr(self, name)
+            if given != getattr(DenseRecipe, name):
+                raise DwindleError(f"{name} = {given}: it has no effect on dense prediction; leave it out.")
         if self.task not in TASKS:
             raise unknown("task", self.task, TASKS)
         if self.teacher is not None or self.mixup or self.cutmix:

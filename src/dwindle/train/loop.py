@@ -438,9 +438,8 @@ def note_corrupt(out: Path, found: dict[str, str]) -> None:
     """corrupt.jsonl: the images that were skipped, those of before a kill too. found: their names by what is wrong."""
     path = out / CORRUPT
     if path.exists():
-        found = {
-            line["reason"]: line["image"] for line in map(json.loads, path.read_text("utf-8").splitlines())
-        } | found
+        before = map(json.loads, path.read_text("utf-8").splitlines())
+        found = {line["reason"]: line["image"] for line in before} | found
     write_text(path, "".join(json.dumps({"image": found[why], "reason": why}) + "\n" for why in sorted(found)))
 
 
