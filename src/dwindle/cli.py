@@ -214,8 +214,9 @@ def evaluate(
         for name in ("tokens", "depth"):
             given = setting[name]
             require(policy is None or given is None, f"--{name} {given}", "--policy chooses it, so leave it out")
-        loading = (batch, limit, workers, device, dtype, holdout, skip_corrupt)
-        return perceiver.evaluate(checkpoint, data, *loading, exit, exits, policy, **setting)
+        loading: dict[str, Any] = {"workers": workers, "holdout": holdout, "skip_corrupt": skip_corrupt}
+        chosen: dict[str, Any] = {"exit": exit, "exits": exits, "policy": policy, **setting}
+        return perceiver.evaluate(checkpoint, data, batch, limit, device=device, dtype=dtype, **loading, **chosen)
     only_for("an AdaPerceiver", exit=exit, exits=exits, policy=policy, **setting)
     if language.is_checkpoint(checkpoint):
         only_for("vision models", dtype=None if dtype == "fp32" else dtype)

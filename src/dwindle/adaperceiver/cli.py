@@ -59,11 +59,11 @@ def evaluate(
     workers: int,
     device: str | None,
     dtype: str,
-    holdout: float | None,
-    skip_corrupt: bool,
     exit: float | None,
     exits: str | None,
     policy: Path | None,
+    holdout: float | None,
+    skip_corrupt: bool,
     **setting: int | None,
 ) -> None:
     """At one setting (the largest by default) or as a learned policy chooses; with images that leave where their
