@@ -34,7 +34,7 @@ INCIDENTAL = ("weights", "save_every", "eval_every", "workers", "compile", "resi
 
 # What a teacher's answers depend on, beside the data.
 SOURCE = ("teacher", "model", "seed", "batch", "image_size", "amp", "cpu_amp", "compile")
-BATCHES = (*SOURCE, "min_scale", "jitter", "augment", "mixup", "cutmix", "mix_prob", "views")
+BATCHES = (*SOURCE, "min_scale", "jitter", "augment", "erase", "mixup", "cutmix", "mix_prob", "views", "holdout")
 
 
 @dataclass(frozen=True)
