@@ -135,6 +135,8 @@ def train(
         settings = changed(settings, ["skip_corrupt=true"])
     begin, resume = settings.runner(), resumes(resume, out)
     run = begin(settings, data, out, eval_data=eval_data, device=device_for(device), resume=resume, limit=limit)
+    if holdout and not run.holdout:
+        raise DwindleError(f"--holdout {holdout}: '{eval_data or data}' has images to evaluate on; leave it out.")
     speaks = ranks.rank() == 0  # of several processes one
     with claimed(out), progress_bar(speaks) as bar:
         task = bar.add_task("training", total=settings.epochs * run.steps_per_epoch, completed=run.step)

@@ -174,6 +174,7 @@ class AdaCompare(Results):
     def _served(self, model: AdaPerceiver) -> tuple[Any, Any]:
         """Training and evaluation images as `served`."""
         train, held = parts_for(model, self.data, self.eval_data)
+        train.skip = held.skip = self.comparison.base.skip_corrupt
         if self.limit is not None:
             train, held = first(train, self.limit), first(held, self.limit)
         decoded = self.resident or {}

@@ -32,6 +32,8 @@ def served(model: Any, images: Images, device: str, resident: Resident | None = 
         ready.set_epoch(epoch or 0)
         return ready
 
-    serve.count = len(images)  # type: ignore[attr-defined]
-    serve.about = {"images": len(images), **images.about()}  # type: ignore[attr-defined]
+    if resident is not None:
+        images.corrupt |= resident.corrupt
+    serve.count = len(images if resident is None else resident)  # type: ignore[attr-defined]
+    serve.about = {"images": serve.count, **images.about()}  # type: ignore[attr-defined]
     return serve

@@ -95,7 +95,7 @@ class AdaRun(Run):
         self.model.to(self.device)
         if recipe.freeze_backbone:
             _freeze(self.model, recipe.renew)
-        self.resident = resident or self._resident()
+        self.resident = self._decoded(resident)
         self.batch = min(recipe.batch, len(self.train_images))
         if recipe.mixup or recipe.cutmix:
             self.batch -= self.batch % 2

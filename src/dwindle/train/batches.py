@@ -225,6 +225,7 @@ class Resident:
         rows = _kept(images, pixels, replace)
         self.images = torch.from_numpy(pixels[rows]).to(device).permute(0, 3, 1, 2).contiguous()  # (n, 3, S, S)
         self.labels = torch.from_numpy(images.labels[rows]).to(device)
+        self.corrupt = images.corrupt
 
     def __len__(self) -> int:
         return len(self.images)

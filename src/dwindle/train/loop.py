@@ -94,7 +94,7 @@ class Run:
             )
         if recipe.freeze_backbone:
             self.model.vit.requires_grad_(False)
-        self.resident = resident or self._resident()
+        self.resident = self._decoded(resident)
         self.batch = min(recipe.batch, len(self.train_images) // ranks.world())  # of this process
         if recipe.mixup or recipe.cutmix:
             self.batch -= self.batch % 2  # images are mixed in pairs
@@ -178,6 +178,13 @@ class Run:
         teacher = adapt(taught, Static(attention=method.asks_attention))
         teacher.checks = False
         return teacher.eval().requires_grad_(False).to(self.device)
+
+    def _decoded(self, before: dict[str, Resident] | None) -> dict[str, Resident] | None:
+        """Images that lie decoded on the device, by an earlier run or this one."""
+        found = before or self._resident()
+        for images, store in zip(self._images(), (found or {}).values()):
+            images.corrupt |= store.corrupt
+        return found
 
     def _resident(self) -> dict[str, Resident] | None:
         recipe = self.recipe

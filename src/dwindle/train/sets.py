@@ -33,6 +33,11 @@ def training_and_evaluation(data: str, eval_data: str | None, share: float) -> t
         same = train.select(slice(None))
         same.where = f"{train.where}, which it was trained on"
         return train, same, {}
+    if len(train) < 2:
+        raise DwindleError(
+            f"'{data}' has {len(train)} images and none to evaluate on; give --eval-data, or evaluate on the same with "
+            "--holdout 0."
+        )
     return (*hold_out(train, share, SEED), {"share": share, "seed": SEED, "of": fingerprint(train)})
 
 
