@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -134,9 +134,10 @@ class Parquet:
 class Images(Dataset):
     """A map-style data set: `images[i]` is (RGB image or `transform` of it, label).
 
-    split: which one of the data these are; None where it is not parted. where: the same for people. match: how their
-    labels became a model's. skip: whether corrupt images are skipped, by whoever reads in batches; None: who asks for
-    these cannot choose. corrupt: those met, by their rows in the source, and why.
+    split: which one of the data's `splits` these are; None where it has none. where: the same for people.
+    match: how their labels became a model's.
+    skip: whether corrupt images are skipped, by whoever reads in batches; None: who asks for these cannot choose.
+    corrupt: those met, by their rows in the source, and why.
     """
 
     def __init__(
@@ -146,8 +147,10 @@ class Images(Dataset):
         labels: np.ndarray,
         classes: list[str] | None = None,
         split: str | None = None,
+        splits: Iterable[str] = (),
     ):
         self.name, self.source, self.classes, self.split = name, source, classes, split
+        self.splits = tuple(splits)
         self.labels = np.asarray(labels, dtype=np.int64)
         self.num_classes = len(classes) if classes else int(self.labels.max(initial=-1)) + 1
         self.transform: Transform | None = None
@@ -367,18 +370,20 @@ def _open_folder(folder: Path, split: str, name: str, memory: int) -> Images:
         [os.fsencode(name) for name in found.names]
     )  # one buffer: workers would come to copy a list of str
     source = partial(from_file, found.root, names)
-    return Images(name, source, np.array(found.labels), [*map(shown, found.classes)], found.split)
+    return Images(name, source, np.array(found.labels), [*map(shown, found.classes)], found.split, found.splits)
 
 
 def _open_cifar(root: Path, split: str, name: str) -> Images:
     from torchvision.datasets import CIFAR100  # verifies checksums before it unpickles
 
-    chosen = pick(split, ["train", "test"], name)
+    chosen = pick(split, splits := ["train", "test"], name)
     try:
         data = CIFAR100(str(root), train=chosen == "train")
     except RuntimeError as error:
         raise DwindleError(f"CIFAR-100 in '{root}' is incomplete or altered; download it again.") from error
-    return Images(name, partial(_from_array, data.data), np.array(data.targets), list(data.classes), chosen)
+    return Images(
+        name, partial(_from_array, data.data), np.array(data.targets), list(data.classes), chosen, ("train", "test")
+    )
 
 
 @contextmanager
@@ -430,7 +435,7 @@ def _open_parquet(shards: list[Path], split: str, name: str, memory: int) -> Ima
             raise DwindleError(f"Column '{label}' of '{path}' has rows without a label; fill or remove them.")
         parts.append(column.to_numpy())
     source = Parquet(files, image, memory)
-    return Images(name, source, np.concatenate(parts), classes or _classes_beside(files[0].parent), chosen)
+    return Images(name, source, np.concatenate(parts), classes or _classes_beside(files[0].parent), chosen, splits)
 
 
 def _classes_beside(folder: Path) -> list[str] | None:
@@ -451,7 +456,8 @@ def _open_hub(name: str, split: str) -> Images:
         need = 'was taken for a Hub id, which needs: pip install "dwindle[hub]"'
         raise DwindleError(f"'{name}' is no folder here; it {need}.") from error
     try:
-        chosen = pick(split, list(datasets.get_dataset_split_names(name)), name)
+        splits = list(datasets.get_dataset_split_names(name))
+        chosen = pick(split, splits, name)
         rows = datasets.load_dataset(name, split=chosen)
     except DwindleError:
         raise
@@ -459,4 +465,4 @@ def _open_hub(name: str, split: str) -> Images:
         raise DwindleError(f"Cannot open '{name}' from the Hub: {error}; check the id and the connection.") from error
     image, label, classes = _columns(rows.features.arrow_schema, name)
     raw = rows.cast_column(image, datasets.Image(decode=False))
-    return Images(name, partial(_from_hub, raw, image, name), np.asarray(rows[label][:]), classes, chosen)
+    return Images(name, partial(_from_hub, raw, image, name), np.asarray(rows[label][:]), classes, chosen, splits)

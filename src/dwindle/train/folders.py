@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterator
@@ -35,13 +36,14 @@ class NoSplit(DwindleError):
 
 @dataclass(frozen=True)
 class Found:
-    """Files by class. split: None where the folder is not parted."""
+    """Files by class. split: which of the folder's; None where it has none."""
 
     root: Path
     names: list[str]  # relative to the root
     labels: list[int]
     classes: list[str]
-    split: str | None
+    split: str | None = None
+    splits: tuple[str, ...] = ()
 
 
 def pick(split: str, there: list[str], name: str) -> str:
@@ -138,7 +140,7 @@ def class_folders(folder: Path, split: str, name: str) -> Found:
             raise DwindleError(
                 f"'{part}' has classes that 'train' lacks: {', '.join(map(shown, sorted(extra)[:5]))}; rename them."
             )
-        return _in_classes(part, classes, chosen)
+        return dataclasses.replace(_in_classes(part, classes), split=chosen, splits=tuple(splits))
     if split not in SPLITS:
         raise unknown("split", split, SPLITS)
     if here and all(PART_OF_A_SET.fullmatch(word) for word in here):
@@ -148,11 +150,11 @@ def class_folders(folder: Path, split: str, name: str) -> Found:
     if here and all(len(word) == 1 for word in here):
         letters = [(letter, word) for letter in here for word in subfolders(folder / letter)]
         if letters and all(word.lower().startswith(letter.lower()) for letter, word in letters):
-            return _by_letter(folder, None)
-    return _in_classes(folder, here, None)
+            return _by_letter(folder)
+    return _in_classes(folder, here)
 
 
-def _in_classes(part: Path, classes: list[str], split: str | None) -> Found:
+def _in_classes(part: Path, classes: list[str]) -> Found:
     roots: dict[Identity, str] = {}
     for word in classes:
         if (part / word).is_dir() and (same := roots.setdefault(_identity(part / word), word)) != word:
@@ -177,7 +179,7 @@ def _in_classes(part: Path, classes: list[str], split: str | None) -> Found:
         )
         raise DwindleError(f"'{part}' holds no images in class folders; {FORMS}{hint}")
     _check_depth(part, names)
-    return Found(part, names, labels, classes, split)
+    return Found(part, names, labels, classes)
 
 
 def _check_depth(part: Path, names: list[str]) -> None:
@@ -203,7 +205,7 @@ def _places(folder: Path, parts: dict[str, Path], split: str, name: str) -> Foun
     part, listed = parts[chosen], _read_list(folder / CATEGORIES)
     classes = None if listed is None else [_place_name(word) for word, _ in sorted(listed, key=lambda row: row[1])]
     if chosen == "train":
-        return _by_letter(part, chosen, classes)
+        return dataclasses.replace(_by_letter(part, classes), split=chosen, splits=tuple(parts))
     rows = _read_list(folder / VAL_LIST)
     if classes is None or rows is None:
         raise DwindleError(
@@ -215,7 +217,7 @@ def _places(folder: Path, parts: dict[str, Path], split: str, name: str) -> Foun
     if lacking or max(labels) >= len(classes):
         what = f"names {lacking[0]}, which '{part}' lacks" if lacking else f"has the class {max(labels)}"
         raise DwindleError(f"'{folder / VAL_LIST}' {what}; take lists and images of the same set, whole.")
-    return Found(part, list(names), list(labels), classes, chosen)
+    return Found(part, list(names), list(labels), classes, chosen, tuple(parts))
 
 
 def _read_list(path: Path) -> list[tuple[str, int]] | None:
@@ -237,7 +239,7 @@ def _place_name(path: str) -> str:
     return re.sub(r"^/?[a-z]/", "", path)
 
 
-def _by_letter(part: Path, split: str | None, classes: list[str] | None = None) -> Found:
+def _by_letter(part: Path, classes: list[str] | None = None) -> Found:
     """Classes in folders by their first letter; a class is a folder with images in it. classes: as a list has them."""
     names = list(image_files(part))
     words = [_place_name(os.path.dirname(name).replace(os.sep, "/")) for name in names]
@@ -249,4 +251,4 @@ def _by_letter(part: Path, split: str | None, classes: list[str] | None = None) 
         raise DwindleError(
             f"'{part}' has the class '{shown(strange)}', which {CATEGORIES} lacks; take both of one set."
         )
-    return Found(part, names, [number[word] for word in words], classes, split)
+    return Found(part, names, [number[word] for word in words], classes)

@@ -27,7 +27,7 @@ from .data import limit as draw
 from .draws import mix
 from .loop import Run
 from .recipe import Recipe, changed
-from .sets import training_and_evaluation
+from .sets import training_images
 from .state import STATE, defaults, differing
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def search(
     optuna = _optuna()
     space, folder = dict(SPACE if space is None else space), Path(out)
     _check(recipe, space, trials, budget_weight)
-    images = training_and_evaluation(data, None, recipe.holdout)[0]  # without what the model will be evaluated on
+    images = training_images(data, recipe.holdout)[0]  # without what the model will be evaluated on
     parts = hold_out(images if limit is None else draw(images, limit, seed), holdout, seed)
     given = dataclasses.asdict(recipe) | {"data": data, "space": space, "holdout": holdout, "budget": budget}
     given |= {

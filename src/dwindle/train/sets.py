@@ -11,24 +11,19 @@ from ..classes import class_count, known_classes
 from ..errors import DwindleError
 from ..images import Preprocess, preprocess_of
 from .data import Images, from_file, hold_out, limit, matched, open_data
-from .folders import NoSplit
+from .folders import EVALUATION, NoSplit
 
 SHARE = 0.1  # of the training images, held out where there are no others
 SEED = 0  # the same for every run, so that no model, nor its teacher, has seen what another is evaluated on
 
 
-def training_and_evaluation(data: str, eval_data: str | None, share: float) -> tuple[Images, Images, dict[str, Any]]:
-    """The images of each, and what was held out: a share of the training images, where there are no others. A share of
-    0: these themselves.
+def training_images(data: str, share: float) -> tuple[Images, Images | None, dict[str, Any]]:
+    """Images to train on; where the data has no others a share of them to evaluate on, and what was held out. A share
+    of 0: the same images.
     """
     train = open_data(data, "train")
-    if eval_data not in (None, data):
-        return train, open_data(str(eval_data), "test"), {}
-    if train.split is not None:
-        try:
-            return train, open_data(data, "test"), {}
-        except NoSplit:
-            pass
+    if set(EVALUATION) & set(train.splits):
+        return train, None, {}
     if not share:
         same = train.select(slice(None))
         same.where = f"{train.where}, which it was trained on"
@@ -39,6 +34,14 @@ def training_and_evaluation(data: str, eval_data: str | None, share: float) -> t
             "--holdout 0."
         )
     return (*hold_out(train, share, SEED), {"share": share, "seed": SEED, "of": fingerprint(train)})
+
+
+def training_and_evaluation(data: str, eval_data: str | None, share: float) -> tuple[Images, Images, dict[str, Any]]:
+    """As `training_images`, with those to evaluate on."""
+    if eval_data not in (None, data):
+        return open_data(data, "train"), open_data(str(eval_data), "test"), {}
+    train, held, kept = training_images(data, share)
+    return train, open_data(data, "test") if held is None else held, kept
 
 
 def evaluation_images(
