@@ -376,14 +376,14 @@ def _open_folder(folder: Path, split: str, name: str, memory: int) -> Images:
 def _open_cifar(root: Path, split: str, name: str) -> Images:
     from torchvision.datasets import CIFAR100  # verifies checksums before it unpickles
 
-    chosen = pick(split, splits := ["train", "test"], name)
+    splits = ["train", "test"]
+    chosen = pick(split, splits, name)
     try:
         data = CIFAR100(str(root), train=chosen == "train")
     except RuntimeError as error:
         raise DwindleError(f"CIFAR-100 in '{root}' is incomplete or altered; download it again.") from error
-    return Images(
-        name, partial(_from_array, data.data), np.array(data.targets), list(data.classes), chosen, ("train", "test")
-    )
+    source = partial(_from_array, data.data)
+    return Images(name, source, np.array(data.targets), list(data.classes), chosen, splits)
 
 
 @contextmanager
