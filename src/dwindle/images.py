@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # Pillow's rarer decoders are slow to ask and less safe
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb; here it is an error
+BAND = 1 << 22  # pixels
 STRIP = 16  # times as long as it is wide
 REACH = 3  # pixels, of the widest filter (Lanczos)
 
@@ -98,9 +99,17 @@ def upright(image: Image.Image) -> Image.Image:
             raise ValueError("its numbers have 32 bits and nothing says which is white; save it with 8 or 16 bits")
         return _from_sixteen_bits(np.asarray(image)).convert("RGB")
     if image.has_transparency_data:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+        return _on_white(image)
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """A band of rows at a time: a large image is not there four times over."""
+    flat, rows = Image.new("RGB", image.size), max(1, BAND // image.width)
+    for top in range(0, image.height, rows):
+        band = image.crop((0, top, image.width, min(top + rows, image.height))).convert("RGBA")
+        flat.paste(Image.alpha_composite(Image.new("RGBA", band.size, "white"), band).convert("RGB"), (0, top))
+    return flat
 
 
 def _from_sixteen_bits(values: np.ndarray) -> Image.Image:
