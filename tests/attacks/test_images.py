@@ -81,16 +81,16 @@ def _told(call: Callable[[], Any]) -> str:
     return ""
 
 
-def used(source: Any) -> None:
+def used(source: Any, size: int = SIZE) -> None:
     """All that is made of an image: the model's view, and what training makes of it."""
     image = load_image(source)
-    pre = Preprocess(size=SIZE)
-    assert pre.seen(image).size == (SIZE, SIZE) and image.mode == "RGB"
+    pre = Preprocess(size=size)
+    assert pre.seen(image).size == (size, size) and image.mode == "RGB"
     generator = torch.Generator().manual_seed(0)
     augment = Augment.of(pre, randaugment="rand-m9-mstd0.5-inc1", erase=0.5, jitter=0.3)
     for i in range(3):
         made = augment(image, torch.rand(DRAWS, generator=generator), i)
-        assert made.shape == (3, SIZE, SIZE) and made.isfinite().all()
+        assert made.shape == (3, size, size) and made.isfinite().all()
 
 
 def picture(width: int = 48, height: int = 40, seed: int = 0) -> Image.Image:
@@ -179,7 +179,7 @@ def test_strips(kind, tally, many):
     sizes = [(longest, 3), (3, longest), (longest, 1), (1, longest), (longest, 200)]
     for width, height in sizes + [(longest // i, 1 + i) for i in range(1, many(2, 40))]:
         data = encoded(Image.new("RGB", (width, height), (90, 20, 200)), kind)
-        bounded([(f"{kind} of {width} x {height}", partial(used, data))], tally)
+        bounded([(f"{kind} of {width} x {height}", partial(used, data, 224))], tally)
         if kind != "PNG":
             continue
         seen = np.asarray(Preprocess(size=SIZE).seen(load_image(data)))
