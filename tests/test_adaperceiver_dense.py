@@ -182,6 +182,9 @@ def test_ade20k_layout(tmp_path):
         (("task=colour",), "unknown task"),
         (("teacher=x",), "masks alone"),
         (("mixup=0.5",), "masks alone"),
+        (("augment=rand-m9-inc1",), "augment = rand-m9-inc1: it has no effect"),
+        (("erase=0.1",), "erase = 0.1: it has no effect"),
+        (("skip_corrupt=true",), "skip_corrupt = true: it has no effect"),
     ],
 )
 def test_bad_recipes(shapes, tmp_path, settings, said):

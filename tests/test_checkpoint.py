@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 import dwindle
 from conftest import BACKBONES, METHODS, build, edit, images_for
-from dwindle.adaperceiver.images import served_from
+from dwindle.adaperceiver.images import preprocess_for, served
 from dwindle.card import model_card
 from dwindle.checkpoint import find, load_vit_weights, read_config, shipped
+from dwindle.train.sets import evaluation_images
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
@@ -195,7 +196,8 @@ def test_shipped_adaperceiver_is_a_trained_one():
     data = Path(__file__).resolve().parents[2] / "shared" / "data" / "cifar100"
     if not data.is_dir():
         pytest.skip("no CIFAR-100 beside the repository")
-    ((x, y),) = served_from(model, str(data), "test", "cpu", 128)(128)
+    images = evaluation_images(model, str(data), 128, preprocess=preprocess_for(model))
+    ((x, y),) = served(model, images, "cpu")(128)
     largest, early, least = model(x), model(x, exit=0.8), model(x, tokens=32, depth=6, width=96)
     right = [float((out.logits.argmax(-1) == y).float().mean()) for out in (largest, early, least)]
     assert right[0] > 0.75 and right[1] > right[0] - 0.05 and 0.4 < right[2] < right[0]

@@ -90,8 +90,8 @@ def one_thread():
 def places(tmp_path_factory) -> dict[str, Path]:
     """Folders by name: good and bad data, images, and checkpoints. Tests leave them as they are."""
     root = tmp_path_factory.mktemp("cli")
-    made = {name: root / name for name in ("data", "more", "broken", "empty", "img", "run", "static", "nan")}
-    for name, classes in (("data", "abc"), ("more", "abcd"), ("broken", "abc")):
+    made = {name: root / name for name in ("data", "other", "broken", "empty", "img", "run", "static", "nan")}
+    for name, classes in (("data", "abc"), ("other", "xyz"), ("broken", "abc")):
         dataset(made[name], classes)
     made["empty"].mkdir()
     (img := made["img"]).mkdir()
@@ -143,7 +143,10 @@ def test_commands_and_flags_are_frozen():
     }
     assert found == {
         "demo": ["--out", "--device"],
-        "train": ["RECIPE", "--data", "--out", "--eval-data", "--set", "--resume", "--limit", "--device"],
+        "train": [
+            *("RECIPE", "--data", "--out", "--eval-data", "--set", "--resume", "--limit", "--holdout"),
+            *("--skip-corrupt", "--device"),
+        ],
         "compare": [
             *("COMPARISON", "--data", "--out", "--results", "--eval-data"),
             *("--only", "--set", "--until", "--limit", "--device"),
@@ -152,7 +155,8 @@ def test_commands_and_flags_are_frozen():
         "search": ["RECIPE", "--data", "--out", "--trials", "--holdout", "--set", "--limit", "--device"],
         "eval": [
             *("CHECKPOINT", "--data", "--layout", "--threshold", "--tau", "--tokens", "--depth", "--width", "--exit"),
-            *("--exits", "--policy", "--batch", "--limit", "--workers", "--device", "--dtype"),
+            *("--exits", "--policy", "--batch", "--limit", "--workers", "--holdout", "--skip-corrupt", "--device"),
+            "--dtype",
         ],
         "bench": [
             "MODEL",
@@ -295,12 +299,43 @@ def test_a_run_killed_before_its_first_save_begins_again(places, here, monkeypat
 
 def test_eval(places, here):
     packed = run("eval {run} --data {data} --device cpu", **places).json
-    assert set(packed) == {"top1", "top5", "gmacs", "gmacs_static", "depth", "images", "images_per_s"}
+    numbers = {"top1", "top5", "gmacs", "gmacs_static", "depth", "images", "images_per_s"}
+    matched = {"on", "matched", "classes", "classes_data", "classes_model", "images_left_out"}
+    assert set(packed) == numbers | matched
+    assert packed["on"] == f"split val of {places['data']}: 6 images" and packed["matched"] == "by name"
     masked = run("eval {run} --data {data} --layout masked --workers 0", **places).json
     assert packed["images"] == 6 and all(masked[k] == packed[k] for k in packed if k != "images_per_s")
     assert run("eval {run} --data {data} --workers 0 --limit 4 --batch 3", **places).json["images"] == 4
     low, high = (run(f"eval {{run}} --data {{data}} --workers 0 --threshold {t}", **places).json for t in (0.1, 9))
     assert low["depth"] < high["depth"] and low["gmacs"] < high["gmacs"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_corrupt_images_are_skipped_counted_and_listed(places, here, workers):
+    done = run(f"eval {{run}} --data {{broken}} --skip-corrupt --workers {workers} --device cpu", **places)
+    assert done.json["images"] == 5 and done.json["corrupt"] == 1 and done.json["on"].endswith("5 images")
+    assert done.err.count("0.png") == 2 and "skipped b/0.png: Cannot decode" in done.err  # its name, and its path
+    line = f"train tiny_test --data {{broken}} --out run {{tiny}} --skip-corrupt --set workers={workers}"
+    told = run(line, **places).json
+    assert told["images"] == 5 and told["corrupt"] == told["corrupt_training"] == 1
+    listed = [json.loads(text) for text in Path("run/corrupt.jsonl").read_text().splitlines()]
+    assert [row["image"] for row in listed] == ["b/0.png"] * 2 and all("truncated" in row["reason"] for row in listed)
+    assert "val/b" in listed[1]["reason"] and "train/b" in listed[0]["reason"]
+
+
+def test_a_folder_without_splits_is_not_evaluated_on_what_it_trains_on(places, here):
+    plain = places["root"] / "plain"
+    if not plain.exists():
+        shutil.copytree(places["data"] / "train", plain)
+    told = run(f"train tiny_test --data {plain} --out run {{tiny}}", **places).json
+    assert told["on"] == f"10% held out of {plain} by seed 0: 1 images" and told["images"] == 1
+    assert told["on"] in Path("run/README.md").read_text()
+    again = run(f"eval run --data {plain} --workers 0", **places).json
+    assert again["on"] == told["on"] and again["top1"] == told["top1"]
+    whole = run(f"eval run --data {plain} --workers 0 --holdout 0", **places).json
+    assert whole["images"] == 12 and whole["on"].startswith(f"all of {plain}, images it was trained on among them: 12")
+    third = run(f"train tiny_test --data {plain} --out third {{tiny}} --holdout 0.34", **places).json
+    assert third["images"] == 4 and third["on"].startswith("34% held out")
 
 
 @pytest.mark.parametrize("model", ["{run}", "test_vit"])
@@ -408,9 +443,11 @@ BAD = {
     "eval {run} --data owner/nope": "owner/nope",
     "eval {run} --data {img}/text.png": "text.png",
     "eval {run} --data {empty}": "empty",
-    "eval {run} --data {more}": "3 classes",
-    "eval {run} --data {broken} --workers 0": "0.png",
-    "eval {run} --data {broken} --workers 2": "0.png",
+    "eval {run} --data {other}": "has none of the classes of the model: it has 'x', 'y', 'z', the model 'a', 'b', 'c'",
+    "eval {run} --data {data} --holdout 0.1": "has a val split",
+    "eval {run} --data {data} --holdout 1": "--holdout",
+    "eval {run} --data {broken} --workers 0": "0.png': image file is truncated; replace or remove it; --skip-corrupt",
+    "eval {run} --data {broken} --workers 2": "0.png': image file is truncated; replace or remove it; --skip-corrupt",
     "eval {nan} --data {data} --workers 0": "nan",
     "eval nope --data {data}": "nope",
     "eval aht_deit_tiny --data {data}": "'aht_deit_tiny_imagenet'",
@@ -434,7 +471,7 @@ BAD = {
     "quantize tsa_shakespeare --out new": "is a language model",
     "quantize {run} --out {img}/text.png": "text.png",
     "quantize {run} --out new --data {empty}": "empty",
-    "quantize {run} --out new --data {more}": "4",
+    "quantize {run} --out new --data {other}": "none of the classes",
     "quantize {run} --out new --batch 0": "--batch",
     "quantize {run} --out new --limit 0": "--limit",
     "quantize {run} --out new --budget 2": "budget",
@@ -446,16 +483,21 @@ BAD = {
     "demo --out {img}/text.png": "text.png",
     "train tiny_tst --data {data} --out run {tiny}": "'tiny_test'",
     "train tiny_test --data {empty} --out run {tiny}": "empty",
-    "train tiny_test --data {broken} --out run {tiny}": "0.png",
+    "train tiny_test --data {broken} --out run {tiny}": "0.png': image file is truncated; replace or remove it; --skip",
+    "train tiny_test --data {broken} --out run {tiny} --set resident=true": "--skip-corrupt",
     "train tiny_test --data {broken} --out run {tiny} --set workers=2": "0.png",
-    "train tiny_test --data {data} --eval-data {more} --out run {tiny}": "3 classes",
+    "train tiny_test --data {data} --eval-data {other} --out run {tiny}": "none of the classes of the training data",
+    "train tiny_test --data {data} --out run {tiny} --holdout 1": "holdout = 1.0",
+    "train tiny_test --data {data} --out run {tiny} --holdout 0.2": "has images to evaluate on",
+    "train tsa_tiny_test --out run --holdout 0.2": "vision models",
+    "train tsa_tiny_test --out run --skip-corrupt": "--skip-corrupt is for vision models",
     "train tiny_test --data {data} --out {img}/text.png {tiny}": "text.png",
     "train tiny_test --data {data} --out {img}/text.png/sub {tiny}": "text.png",
     "train tiny_test --data {data} --out run {tiny} --limit 0": "limit",
     "train tiny_test --data {data} --out run {tiny} --resume": "--resume",
     "train tiny_test --data {data} --out {run} {tiny}": "--resume",
     "train tiny_test --data {data} --out {run} {tiny} --resume --set lr=0.5": "lr",
-    "train tiny_test --data {more} --out {run} {tiny} --resume": "run",
+    "train tiny_test --data {other} --out {run} {tiny} --resume": "run",
 }
 
 BAD_SETTINGS = """

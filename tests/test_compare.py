@@ -143,6 +143,17 @@ def test_the_checkpoint_is_the_one_measured(whole):
     assert dwindle.load(root / "runs" / "static-1.00-s0").extra["classes"] == ["left", "right"]
 
 
+def test_a_folder_without_splits_is_parted_alike_for_all(data, tmp_path):
+    plan = Comparison(base=COMPARISON.base, entries=(Entry("ToMe", "ToMe", train="never"),), costs=(0.8,))
+    plain = f"{data}/train"
+    results = list(comparing(plain, tmp_path, plan).results())
+    told = f"10% held out of {plain} by seed 0: 2 images"
+    assert [(r["name"], r["on"], r["images"]) for r in results] == [("static", told, 2), ("ToMe", told, 2)]
+    saved = dwindle.load(tmp_path / "runs" / "static-1.00-s0").extra
+    assert saved["results"]["on"] == told and saved["classes"] == ["left", "right"]
+    assert results[0]["conditions"]["holdout"] == 0.1
+
+
 def test_what_was_made_is_not_made_again(whole, data, trained):
     root, results = whole
     before = {path: path.stat().st_mtime_ns for path in (root / "results" / "tiny").iterdir()}

@@ -2,11 +2,14 @@
 
 import io
 import json
+import os
 import pickle
 import random
 import subprocess
 import sys
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 
@@ -20,9 +23,12 @@ from torchvision import transforms as t
 
 from dwindle.errors import DwindleError
 from dwindle.images import Preprocess, load_image
+from dwindle.train import batches as batches_module
 from dwindle.train import data as data_module
-from dwindle.train.batches import Resident, loader, seeded
+from dwindle.train.augment import Augment, applied, boxes, erased, jittered, noise
+from dwindle.train.batches import Resident, draws, loader
 from dwindle.train.data import Images, check_labels, hold_out, limit, open_data
+from dwindle.train.draws import seeded
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 real = pytest.mark.skipif(not SHARED.is_dir(), reason=f"the real data folder {SHARED} is absent")
@@ -115,10 +121,75 @@ def test_sixteen_bit_grey_is_scaled():
         assert np.asarray(load_image(encode(Image.fromarray(deep), fmt)))[0, :, 0].tolist() == [0, 100, 255]
 
 
-def test_exif_orientation():
+def turned_by_exif():
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees
-    assert load_image(encode(Image.fromarray(pixels(0)), "JPEG", exif=exif)).size == (16, 20)
+    return exif
+
+
+def test_exif_orientation():
+    assert load_image(encode(Image.fromarray(pixels(0)), "JPEG", exif=turned_by_exif())).size == (16, 20)
+
+
+@pytest.mark.parametrize("low,high", [(0.0, 1.0), (0.25, 0.5)])
+def test_floats_from_zero_to_one_are_scaled(low, high):
+    ramp = np.linspace(low, high, 12, dtype=np.float32).reshape(3, 4)
+    seen = np.asarray(load_image(encode(Image.fromarray(ramp), "TIFF")))[..., 0]
+    assert np.abs(seen - 255 * ramp).max() <= 0.51
+
+
+@pytest.mark.parametrize(
+    "values,message",
+    [
+        (np.float32([[0, np.nan]]), r"no numbers \(NaN"),
+        (np.float32([[0, np.inf]]), r"no numbers \(NaN"),
+        (np.float32([[0, 255]]), "from 0 to 255 and not from 0 to 1"),
+        (np.float32([[-1, 1]]), "from -1 to 1 and not from 0 to 1"),
+        (np.int32([[0, 300]]), "32 bits"),
+    ],
+)
+def test_numbers_whose_white_nobody_knows_are_refused(values, message):
+    with pytest.raises(DwindleError, match=message):
+        load_image(encode(Image.fromarray(values), "TIFF"))
+
+
+def test_one_bit_palettes_and_pages():
+    bits = Image.fromarray(pixels(0)[..., 0] > 127)
+    assert set(np.unique(np.asarray(load_image(encode(bits, "TIFF"))))) == {0, 255}
+    first, second = (Image.fromarray(pixels(i)) for i in range(2))
+    pages = encode(first, "TIFF", save_all=True, append_images=[second])
+    assert (np.asarray(load_image(pages)) == pixels(0)).all()
+    frames = encode(first.convert("P"), "GIF", save_all=True, append_images=[second.convert("P")])
+    assert (np.asarray(load_image(frames)) == np.asarray(first.convert("P").convert("RGB"))).all()
+
+
+def test_load_image_takes_what_is_decoded_already():
+    array, image = pixels(0), Image.fromarray(pixels(0))
+    for source in (array, image, bytearray(encode(image)), memoryview(encode(image)), image.convert("RGBA")):
+        assert (np.asarray(load_image(source)) == array).all()
+    assert (np.asarray(load_image(array[..., :1])) == array[..., :1]).all() and image.mode == "RGB"
+    turned = Image.open(io.BytesIO(encode(image, "JPEG", exif=turned_by_exif())))
+    assert load_image(turned).size == (16, 20) and turned.size == (20, 16)  # the caller's own stays as it was
+    for source, message in (
+        (array.astype(np.float32), "type float32"),
+        (array[None], "8-bit pixels"),
+        (array[:0], "8-bit pixels"),
+        (torch.zeros(3, 4, 4), "Cannot take a Tensor as an image"),
+        (7, "Cannot take a int as an image"),
+        (None, "Cannot take a NoneType as an image"),
+        ("with\0null", "null"),
+    ):
+        with pytest.raises(DwindleError, match=message):
+            load_image(source)
+
+
+def test_what_is_no_file_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jpg")
+    os.symlink("/dev/zero", tmp_path / "endless.jpg")
+    os.symlink("loop.jpg", tmp_path / "loop.jpg")
+    for name in ("pipe.jpg", "endless.jpg", "loop.jpg"):
+        with pytest.raises(DwindleError, match=name):
+            load_image(tmp_path / name)
 
 
 def test_load_image_refuses(tmp_path, monkeypatch):
@@ -208,6 +279,127 @@ def test_corrupt_image_in_folder_is_named(tmp_path):
     images = open_data("d")
     with pytest.raises(DwindleError, match=r"bee/0\.png"):
         images[3]
+
+
+def tree(root, *paths):
+    for i, path in enumerate(paths):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels(i)).save(root / path)
+    return root
+
+
+def named(images):
+    """The files, by the names of their classes."""
+    names = [os.fsdecode(name) for name in images.source.args[1]]
+    return [(images.classes[label], Path(name).name) for name, label in zip(names, images.labels)]
+
+
+def test_parts_of_a_set_are_no_classes(tmp_path):
+    for words in (("training", "testing"), ("data_x", "test"), ("Training", "data_256_raw")):
+        root = class_folders(tmp_path / words[0], words)
+        if words[0] == "data_x":
+            assert open_data(str(root)).classes == ["data_x", "test"]
+            continue
+        with pytest.raises(DwindleError, match="parts of a data set and no classes"):
+            open_data(str(root))
+    for word in ("valid", "VAL"):
+        class_folders(tmp_path / word / "Train")
+        class_folders(tmp_path / word / word, each=1)
+        assert len(open_data(str(tmp_path / word))) == 6 and len(open_data(str(tmp_path / word), "test")) == 2
+
+
+def test_images_a_level_deeper_are_refused(tmp_path):
+    nested = tree(tmp_path / "d", "x/ant/0.png", "x/bee/0.png", "y/cat/0.png", "y/ant/1.png")
+    with pytest.raises(DwindleError, match=r"a level deeper than its folders \(x/ant/0\.png\).*holds the classes"):
+        open_data(str(nested))
+    with pytest.raises(DwindleError, match=r"give '.*one/all'"):
+        open_data(str(tree(tmp_path / "one", "all/ant/0.png", "all/bee/0.png")))
+    # Classes that are parted further, and those whose images lie in one folder each, are classes.
+    tree(tmp_path / "mixed", "ant/0.png", "ant/more/1.png", "bee/old/0.png", "bee/new/1.png")
+    assert open_data(str(tmp_path / "mixed")).labels.tolist() == [0, 0, 1, 1]
+    tiny = tree(tmp_path / "tiny", "ant/images/0.png", "bee/images/0.png")
+    assert open_data(str(tiny)).classes == ["ant", "bee"]
+
+
+def places(root, train="data_256", val="val_256"):
+    """Places365 as it comes, in small: three of its classes."""
+    tree(root, f"{train}/a/airfield/00000001.jpg", f"{train}/b/bow_window/indoor/00000001.jpg",
+         f"{train}/b/bow_window/indoor/00000002.jpg", f"{val}/Places365_val_00000001.jpg",
+         f"{val}/Places365_val_00000002.jpg")  # fmt: skip
+    (root / "categories_places365.txt").write_text("/a/airfield 0\n/a/alcove 1\n/b/bow_window/indoor 2\n")
+    (root / "places365_train_standard.txt").write_text("/a/airfield/00000001.jpg 0\n")
+    (root / "places365_val.txt").write_text("Places365_val_00000001.jpg 2\nPlaces365_val_00000002.jpg 0\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    "train,val", [("data_256", "val_256"), ("data_large", "val_large"), ("data_256_standard", "val_256")]
+)
+def test_places365_as_it_comes(tmp_path, train, val):
+    root = places(tmp_path / "data" / "places365", train, val)
+    images, held = open_data("places365"), open_data("places365", "test")
+    assert images.classes == held.classes == ["airfield", "alcove", "bow_window/indoor"]
+    assert named(images) == [("airfield", "00000001.jpg"), *[("bow_window/indoor", f"0000000{i}.jpg") for i in (1, 2)]]
+    assert held.labels.tolist() == [2, 0] and images.split == "train" and held[1][0].size == (20, 16)
+    alone = open_data(str(root / train))  # only the tree: its classes are those it has
+    assert alone.classes == ["airfield", "bow_window/indoor"] and alone.labels.tolist() == [0, 1, 1]
+    with pytest.raises(DwindleError, match=r"no images in class folders.*Places365's .*needs categories_places365"):
+        open_data(str(root / val))
+    (root / "places365_val.txt").write_text("Places365_val_00000001.jpg 2\nPlaces365_val_00000009.jpg 0\n")
+    with pytest.raises(DwindleError, match=r"names Places365_val_00000009\.jpg, which .* lacks"):
+        open_data("places365", "val")
+    (root / "places365_val.txt").write_text("what is this\n")
+    with pytest.raises(DwindleError, match="no list of names and numbers"):
+        open_data("places365", "val")
+    (root / "places365_val.txt").unlink()
+    with pytest.raises(DwindleError, match=r"stands in categories_places365\.txt, places365_val\.txt; put these"):
+        open_data("places365", "val")
+    tree(root, f"{train}/z/zoo/1.jpg")
+    with pytest.raises(DwindleError, match="class 'zoo', which categories"):
+        open_data("places365")
+
+
+def test_links_are_followed_once(tmp_path):
+    """In a circle they would lead to the same images for ever."""
+    root = class_folders(tmp_path / "d")
+    for at, to in (("ant/round", root), ("bee/ants", root / "ant"), ("self", root), ("bee/deep", root / "bee")):
+        os.symlink(to, root / at)
+    Image.fromarray(pixels(7)).save(tmp_path / "elsewhere.png")
+    os.symlink(tmp_path / "elsewhere.png", root / "bee" / "x.png")
+    os.symlink("gone.png", root / "bee" / "y.png")
+    os.symlink("z.png", root / "bee" / "z.png")
+    os.mkfifo(root / "bee" / "pipe.png")
+    os.symlink("/dev/zero", root / "bee" / "zero.png")
+    images = open_data("d")
+    assert images.classes == ["ant", "bee"]
+    assert [name for word, name in named(images) if word == "bee"] == [
+        "0.png",
+        "1.png",
+        "2.png",
+        "x.png",
+        "y.png",
+        "z.png",
+    ]
+    assert len(images) == 9 and (np.asarray(images[6][0]) == pixels(7)).all()
+    for broken in (7, 8):  # named where they are read, and not left out in silence
+        with pytest.raises(DwindleError, match=f"bee/{'yz'[broken - 7]}"):
+            images[broken]
+    os.symlink(root / "ant", root / "emmet")
+    with pytest.raises(DwindleError, match="'emmet' are one folder"):
+        open_data("d")
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    root, scan = class_folders(tmp_path / "d"), os.scandir
+
+    def refusing(path):
+        if Path(path).name == "bee":
+            raise PermissionError(13, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(DwindleError, match=r"Cannot list the folder '.*bee' \(Permission denied\)"):
+        open_data(str(root))
 
 
 # Known names
@@ -527,18 +719,19 @@ def test_what_a_model_sees_is_a_resize_and_a_crop(interpolation):
             assert pre.seen(image).tobytes() == t.CenterCrop(size)(resize(image)).tobytes(), (width, height)
 
 
-def test_train_transform_is_a_function_of_the_seed():
-    transform = Preprocess(size=32).train_transform()
-    image = Image.fromarray(pixels(0, 40, 40))
-
-    def draw(*key):
-        with seeded(*key):
-            return transform(image)
-
-    assert draw(0, 1).shape == (3, 32, 32)
-    assert torch.equal(draw(0, 1), draw(0, 1)) and not torch.equal(draw(0, 1), draw(0, 2))
-    plain = Preprocess(size=32).train_transform(randaugment=None, color_jitter=0.0, reprob=0.0, min_scale=0.5)
-    assert plain(image).shape == (3, 32, 32)
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "lanczos", "nearest"])
+def test_a_strip_costs_what_its_crop_does(interpolation):
+    """To a level of the whole's resize; the longest is one that could not be resized whole."""
+    resize = t.Resize(64, t.InterpolationMode(interpolation))
+    pre = Preprocess(size=56, interpolation=interpolation)
+    for size in ((700, 40), (40, 700), (511, 30), (997, 60), (29, 1000)):
+        image = Image.fromarray(pixels(0, *size))
+        whole = np.asarray(t.CenterCrop(56)(resize(image))).astype(int)
+        assert np.abs(np.asarray(pre.seen(image)) - whole).max() <= 1
+    begin = time.process_time()
+    for size in ((10_000_000, 1), (1, 10_000_000), (59_999, 3)):
+        assert pre.seen(Image.new("RGB", size, (1, 2, 3))).getcolors() == [(56 * 56, (1, 2, 3))]
+    assert time.process_time() - begin < 2
 
 
 def test_preprocess_of_a_model():
@@ -565,11 +758,14 @@ def test_preprocess_survives_json():
 # Loader
 
 
+AUGMENT = Augment.of(Preprocess(size=24), jitter=0.4, randaugment="rand-m9-mstd0.5-inc1", erase=0.5)
+
+
 @pytest.fixture
 def augmented(tmp_path):
     shard(tmp_path / "d" / "train-00000-of-00001.parquet", list(range(10)), row_group_size=4)
     images = open_data("d")
-    images.transform = Preprocess(size=24).train_transform()
+    images.transform = Preprocess(size=24).eval_transform()
     return images
 
 
@@ -584,22 +780,23 @@ def test_batches_repeat_whatever_the_workers(augmented):
     def same(a, b):
         return all(torch.equal(x, u) and torch.equal(y, v) for (x, y), (u, v) in zip(a, b, strict=True))
 
-    here = loader(augmented, 4, train=True, workers=0, seed=5)
-    there = loader(augmented, 4, train=True, workers=2, seed=5)
+    options = {"train": True, "augment": AUGMENT}
+    here = loader(augmented, 4, workers=0, seed=5, **options)
+    there = loader(augmented, 4, workers=2, seed=5, **options)
     assert len(here) == 2  # the last two images are dropped
     first, second = epochs(here, 0, 1)
     assert not same(first, second)
     assert all(same(a, b) for a, b in zip((first, second), epochs(there, 0, 1)))
-    resumed = loader(augmented, 4, train=True, workers=0, seed=5)
+    resumed = loader(augmented, 4, workers=0, seed=5, **options)
     assert same(second, *epochs(resumed, 1))
-    assert not same(second, *epochs(loader(augmented, 4, train=True, seed=6), 1))
+    assert not same(second, *epochs(loader(augmented, 4, seed=6, **options), 1))
 
 
 def test_loader_leaves_the_callers_generators_alone(augmented):
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     expected = random.random(), np.random.rand(), torch.rand(())
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    list(loader(augmented, 4, train=True))
+    list(loader(augmented, 4, train=True, augment=AUGMENT))
     assert (random.random(), np.random.rand(), torch.rand(())) == expected
 
 
@@ -619,7 +816,7 @@ def drawn(images, batch, epoch=0, **options):
     """The indices of each batch."""
     batches = loader(images, batch, **options)
     batches.set_epoch(epoch)
-    order = [i for _, i in batches.sampler]
+    order = [i for _, i, _ in batches.sampler]
     assert len(order) == len(batches.sampler)
     return [order[at : at + batch] for at in range(0, len(order), batch)]
 
@@ -768,12 +965,148 @@ def test_enlarging_by_products_is_cubic_convolution():
     torch.testing.assert_close(resident.random_crop(x, u, 0.3, True), wanted.clamp(0, 255), atol=2e-3, rtol=0)
 
 
-def test_jitter_of_zero_strength_changes_nothing():
-    from dwindle.train.batches import _jitter
+def photograph(seed, width, height):
+    """Smooth, so that two ways of resampling differ little."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
 
+
+def both(how, side=40, size=32, n=6, **pass_):
+    """An epoch through workers' code, and out of memory: the same stored pixels, plain (no mean, no std)."""
+    images = of_arrays([photograph(i, side, side) for i in range(n)])
+    plain = Preprocess(size=size, mean=(0, 0, 0), std=(1, 1, 1))
+    here = loader(images, 4, train=True, seed=3, augment=Augment.of(plain, **how), **pass_)
+    here.set_epoch(2)
+    resident = Resident(images, size, store=side)
+    part = (pass_.get("rank", 0), pass_.get("world", 1))
+    there = resident.batches(4, True, 3, 2, (0, 0, 0), (1, 1, 1), **how, part=part)
+    return list(here), list(there)
+
+
+SETTINGS = [
+    {"min_scale": 0.3},
+    {"min_scale": 1.0, "flip": False},
+    {"min_scale": 0.5, "jitter": 0.4},
+    {"min_scale": 0.5, "erase": 1.0},
+    {"min_scale": 0.5, "randaugment": "rand-m9-mstd0.5-inc1-p1"},
+    {"min_scale": 0.4, "randaugment": "rand-m20-n3-mstd0.5-inc1", "jitter": 0.3, "erase": 0.5},
+]
+
+
+@pytest.mark.parametrize("how", SETTINGS, ids=lambda how: "-".join(how))
+@pytest.mark.parametrize("side", [40, 24])
+def test_an_image_is_augmented_alike_wherever_it_lies(how, side):
+    """The same box, flip, operations, factors and rectangle; only resampling rounds otherwise."""
+    here, there = both(how, side)
+    assert len(here) == len(there) == 1
+    for (x, y), (u, v) in zip(here, there):
+        assert torch.equal(y, v) and x.shape == u.shape == (4, 3, 32, 32)
+        near = (x - u).abs()
+        # Equalising and posterising turn a level of difference into many, in a few pixels.
+        assert near.mean() < 0.01 and near.flatten(1).mean(1).max() < 0.02, near.flatten(1).mean(1)
+        assert near.flatten().quantile(0.95) < 0.03
+
+
+def test_erasing_and_jitter_are_the_same_to_the_bit():
+    """Where nothing is resampled there is nothing left to differ."""
+    image = Image.fromarray(photograph(0, 32, 32))
+    how = Augment(32, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4), min_scale=1.0, flip=False, jitter=0.4, erase=1.0)
+    resident = Resident(of_arrays([np.asarray(image)]), 32, store=32)
+    for seed in range(5):
+        u = draws(1, torch.Generator().manual_seed(seed))
+        u[:, :5] = 0.5  # the whole of a square, not flipped
+        batch = resident.batches(1, True, mean=how.mean, std=how.std, min_scale=1.0, flip=False, jitter=0.4, erase=1.0)
+        mean, std = batches_module._scaled(how.mean, how.std, torch.device("cpu"))
+        with ThreadPoolExecutor(1) as pool:
+            theirs = batch._augment(mean, std, pool)(resident.images.float(), u, [0])[0]
+        torch.testing.assert_close(how(image, u[0], 0, 0, 0), theirs, atol=2e-5, rtol=0)
+
+
+def test_ranks_are_augmented_as_one_process_is():
+    how = {"min_scale": 0.4, "randaugment": "rand-m9-mstd0.5-inc1", "erase": 0.5}
+    images = of_arrays([photograph(i, 40, 40) for i in range(16)])
+    augment = Augment.of(Preprocess(size=32), **how)
+
+    def drawn_by(rank, world, batch):
+        return torch.cat([x for x, _ in loader(images, batch, True, seed=1, rank=rank, world=world, augment=augment)])
+
+    joint, parts = drawn_by(0, 1, 8), [drawn_by(rank, 2, 4) for rank in range(2)]
+    assert torch.equal(joint, torch.cat([part[at : at + 4] for at in (0, 4) for part in parts]))
+
+
+def test_a_magnitude_is_applied_as_it_is_named():
+    from dwindle.train.augment import planner
+
+    def levels(name, op, over=200):
+        made, found = planner(name, 224, (0.5, 0.5, 0.5), "bicubic"), []
+        for seed in range(over):
+            with seeded(seed):
+                found += [args[0] for function, args, _ in made(()) if function.__name__ == op]
+        return found
+
+    assert {round(abs(angle), 3) for angle in levels("rand-m20-p1-inc1", "rotate")} == {60.0}  # 3 degrees for each
+    assert {abs(angle) for angle in levels("rand-m10-p1-inc1", "rotate")} == {30.0}
+    assert {abs(angle) for angle in levels("rand-m20-mmax12-p1-inc1", "rotate")} == {36.0}  # a bound by name
+    assert max(abs(angle) for angle in levels("rand-m9-mstd5-p1-inc1", "rotate")) == 30.0  # timm's own, for its noise
+    for name in ("rand-m20-p1-inc1", "rand-m10-p1-inc1", "rand-m0-p1"):
+        assert set(levels(name, "posterize")) == {1}
+    black = np.asarray(photograph(0, 32, 32)) * 0
+    for seed in range(300):  # every operation of Pillow's takes what is planned
+        plan = Augment(32, (0.5,) * 3, (0.2,) * 3, randaugment="rand-m20-n4-mstd3-p1-inc1").plan(seed)
+        assert applied(plan, Image.fromarray(black)).size == (32, 32) and len(plan) == 4
+    with pytest.raises(DwindleError, match="augment = rand-x5: timm knows no such RandAugment"):
+        planner("rand-x5", 224, (0.5, 0.5, 0.5), "bicubic")
+
+
+def test_erasing_is_deits():
+    x, u = torch.full((2000, 3, 32, 32), 7.0), draws(2000, torch.Generator().manual_seed(0))
+    made = erased(x, u, 0.25, noise(32, "cpu"))
+    gone = (made != 7).all(1)
+    assert abs(float(gone.any((1, 2)).float().mean()) - 0.25) < 0.03
+    some = gone[gone.any((1, 2))]
+    area, high, wide = some.float().mean((1, 2)), some.any(2).sum(1), some.any(1).sum(1)
+    assert (some.sum((1, 2)) == high * wide).all()  # rectangles
+    assert float(area.min()) > 0.01 and float(area.max()) < 0.36 and abs(float(area.mean()) - 0.177) < 0.02
+    assert float((high / wide).max()) > 2 and float((wide / high).max()) > 2
+    values = made.permute(1, 0, 2, 3)[:, gone]
+    assert abs(float(values.mean())) < 0.05 and abs(float(values.std()) - 1) < 0.05
+    assert torch.equal(made[~gone.any((1, 2))], x[~gone.any((1, 2))])
+
+
+def test_crops_of_an_oblong_image_lie_within_it():
+    """And are no thinner than torchvision's, also where the image is a strip."""
+    u = draws(500, torch.Generator().manual_seed(0))
+    for size in ((500, 375), (375, 500), (1000, 10), (10, 1000), (64, 64)):
+        (x, y), (width, height) = boxes(u, 0.08, size)
+        for centre, extent in ((x, width), (y, height)):
+            assert (extent > 0).all() and (centre.abs() + extent <= 1 + 1e-6).all()
+        ratio = (width * size[0]) / (height * size[1])
+        assert float(ratio.max()) < 4 / 3 + 1e-4 and float(ratio.min()) > 3 / 4 - 1e-4
+    how = Augment.of(Preprocess(size=24), min_scale=0.08)
+    begin = time.process_time()
+    for size in ((5_000_000, 1), (1, 5_000_000), (59_999, 3)):
+        image = Image.new("RGB", size, (10, 20, 30))
+        for row in u[:10]:
+            assert how(image, row, 0).std((1, 2)).max() < 1e-5
+    assert time.process_time() - begin < 3
+
+
+def test_resident_images_are_cut_and_resampled_as_the_preprocess_says():
+    images = of_arrays([photograph(i, *size) for i, size in enumerate([(20, 16), (18, 30), (50, 40)])])
+    for interpolation, crop_pct in (("bilinear", 1.0), ("bicubic", 0.875), ("bicubic", 1.0)):
+        wanted = Preprocess(size=28, interpolation=interpolation, crop_pct=crop_pct)
+        images.transform = wanted.eval_transform()
+        resident = Resident(images, 28, crop_pct=crop_pct, interpolation=interpolation)
+        for (x, _), i in zip(resident.batches(1), range(3)):
+            torch.testing.assert_close(x[0], images[i][0], atol=1e-5, rtol=0)
+    with pytest.raises(DwindleError, match=r"interpolation = lanczos: .*set resident=false"):
+        Resident(images, 28, interpolation="lanczos")
+
+
+def test_jitter_of_zero_strength_changes_nothing():
     x = torch.rand(2, 3, 4, 4) * 255
-    torch.testing.assert_close(_jitter(x, torch.ones(2, 3)), x)
-    grey = _jitter(x, torch.tensor([[1.0, 1.0, 0.0], [0.5, 1.0, 1.0]]))
+    torch.testing.assert_close(jittered(x, torch.ones(2, 3)), x)
+    grey = jittered(x, torch.tensor([[1.0, 1.0, 0.0], [0.5, 1.0, 1.0]]))
     torch.testing.assert_close(grey[0, 0], grey[0, 2])
     torch.testing.assert_close(grey[1], x[1] / 2)
 

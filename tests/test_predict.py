@@ -83,6 +83,22 @@ def test_odd_names_and_bent_metadata_stop_nothing(places, tmp_path, monkeypatch)
     assert "abs()" in Path(told["errors"]).read_text()
 
 
+def test_what_is_no_file_is_no_image(places, tmp_path):
+    """Neither waited for nor counted; of links in a circle every image once."""
+    folder = tmp_path / "odd"
+    (folder / "deep").mkdir(parents=True)
+    source = (places["flat"] / "00.png").read_bytes()
+    for name in ("a.png", "deep/b.png"):
+        (folder / name).write_bytes(source)
+    os.mkfifo(folder / "pipe.jpg")
+    os.symlink("/dev/zero", folder / "zero.jpg")
+    os.symlink(folder, folder / "deep" / "round")
+    os.symlink("nothing.png", folder / "gone.png")
+    told = predict(str(places["model"]), str(folder), tmp_path / "p.parquet", batch=4)
+    assert (told["images"], told["rows"], told["failed"]) == (3, 2, 1)
+    assert "gone.png" in Path(told["errors"]).read_text()
+
+
 def test_other_files_are_another_task(places, tmp_path, monkeypatch):
     folder = tmp_path / "data"
     shutil.copytree(places["flat"], folder)

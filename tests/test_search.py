@@ -17,6 +17,7 @@ from dwindle.recipes import tiny_test
 from dwindle.train import search as search_module
 from dwindle.train.recipe import Recipe, changed
 from dwindle.train.search import search, value
+from dwindle.train.sets import training_images
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,14 @@ def test_search_finds_settings_and_keeps_a_table(optuna, data, tmp_path):
         assert saved["extra"]["results"]["top1"] == row["top1"]
     more = search(small(), data, tmp_path / "s", trials=4, holdout=0.25, device="cpu")
     assert more["trials"][:3] == rows and len(more["trials"]) == 4
+
+
+def test_what_will_be_evaluated_on_is_kept_from_the_search(optuna, data, tmp_path):
+    search(small(), data, tmp_path / "s", trials=1, holdout=0.25, device="cpu")
+    told = json.loads((tmp_path / "s" / "trial-0000" / "config.json").read_text())["extra"]["results"]
+    rest = len(training_images(data, 0.1)[0])
+    assert rest == 22 and told["images"] == round(0.25 * rest)
+    assert told["on"] == f"25% held out of the rest of split train of {data} by seed 0: {told['images']} images"
 
 
 def test_a_killed_search_goes_on_to_the_same_result(optuna, data, tmp_path):

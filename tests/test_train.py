@@ -98,6 +98,33 @@ def test_a_kill_in_the_middle_of_an_epoch_loses_only_that_epoch(data, tmp_path):
         assert torch.equal(value, weights(tmp_path / "killed")[name]), name
 
 
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_recipes_augmentation_holds_wherever_the_data_lies(data, tmp_path, resident):
+    """Each setting changes what it says, in workers and in memory; the order, crops and flips stay."""
+
+    def batch(**options):
+        plain = {"augment": None, "erase": 0.0, "jitter": 0.0, "min_scale": 0.5}
+        recipe = small(resident=resident, batch=32, **{**plain, **options})
+        run = Run(recipe, data, tmp_path / "run", device="cpu")
+        return next(iter(run.batches(train=True)))
+
+    plain, labels = batch()
+    assert torch.equal(plain, batch()[0])
+    for options, least in (({"erase": 1.0}, 32), ({"jitter": 0.5}, 32), ({"augment": "rand-m9-p1-inc1"}, 24)):
+        made, same = batch(**options)
+        changed = (made - plain).abs().amax(1) > 0.05  # (B, height, width)
+        assert torch.equal(labels, same) and int(changed.any((1, 2)).sum()) >= least, options
+        if "erase" in options:
+            assert float(changed.float().mean((1, 2)).min()) > 0.01 and float(changed.float().mean()) < 0.36
+    for options, message in (
+        ({"augment": "rand-z3"}, "augment = rand-z3: timm knows no such RandAugment"),
+        ({"erase": 1.5}, "erase = 1.5"),
+        ({"holdout": 1.0}, "holdout = 1.0"),
+    ):
+        with pytest.raises(dwindle.DwindleError, match=message):
+            small(**options).check()
+
+
 @pytest.mark.parametrize("method", ["AHT", "AViT", "Static"])
 def test_every_method_learns_in_the_one_loop(method, data, tmp_path):
     options = {"AHT": {"stages": (2, 3), "budget": 0.8}, "AViT": {"target_depth": 4}, "Static": {}}[method]

@@ -104,7 +104,7 @@ def milliseconds(calls: Sequence[Callable[[], Any]], seconds: float, device: tor
 
 def some_photos(model: AdaptiveViT, data: str, count: int) -> Tensor:
     """Up to `count` evaluation images, of every kind there is, as the model takes them."""
-    from .train.evaluate import evaluation_images
+    from .train.sets import evaluation_images
 
     images = evaluation_images(model, data, min(count, 256), seed=0, labelled=False)
     return torch.stack([images[i][0] for i in range(len(images))])

@@ -50,7 +50,7 @@ def model_card(config: dict[str, Any], name: str) -> str:
         ]
     notes = {
         "Data": ", ".join(f"{part}: {Path(str(where)).name}" for part, where in data.items()),
-        "Measured on": extra.get("measured_on"),
+        "Measured on": extra.get("measured_on") or results.get("on"),
         "Command": extra.get("command"),
         "Licence": extra.get("licence"),
         "Note": extra.get("note"),

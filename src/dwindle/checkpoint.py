@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .backbones.base import Backbone, backbone_of
+from .classes import known_classes
 from .config import CONFIG, FORMAT, OTHER_VERSION, SAVED, check_extra, read_config, signed
 from .download import fetched, is_hub_id
 from .errors import DwindleError, brief, unknown
@@ -65,7 +66,7 @@ def save(
         "library": "dwindle",
         **_described(model),
         "saved": what,
-        "extra": {**getattr(model, "extra", {}), **(extra or {})},
+        "extra": {**_named(model), **getattr(model, "extra", {}), **(extra or {})},
     }
     check_extra(config["extra"])
     state = plain_names(model.state_dict() if weights is None else weights)
@@ -84,6 +85,12 @@ def save(
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _named(model: Any) -> dict[str, Any]:
+    """What a Hugging Face or timm config calls the classes: what is rebuilt from ours would not know."""
+    names = known_classes(model)
+    return {} if names is None else {"classes": names}
 
 
 def _described(model: Any) -> dict[str, Any]:

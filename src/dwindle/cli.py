@@ -16,6 +16,7 @@ from .terminal import (
     Device,
     Dtype,
     OptionalData,
+    SkipCorrupt,
     Tau,
     aside,
     console,
@@ -29,6 +30,7 @@ from .terminal import (
     progress_bar,
     resumes,
     show_table,
+    tell_images,
 )
 
 app = typer.Typer(
@@ -109,6 +111,11 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a stopped run was.")] = False,
     limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
+    holdout: Annotated[
+        float | None,
+        typer.Option(help="Share of the training images to evaluate on, where the data has no others: 0.1."),
+    ] = None,
+    skip_corrupt: SkipCorrupt = False,
     device: Device = None,
 ) -> None:
     """Train a recipe. A killed run loses what came after its last save (each epoch): go on with --resume."""
@@ -118,10 +125,17 @@ def train(
 
     settings = changed(find_recipe(recipe)(), set or [])
     if language.is_recipe(settings):
+        only_for("vision models", holdout=holdout, skip_corrupt=skip_corrupt or None)
         return language.train(recipe, settings, data, out, resume, device, eval_data=eval_data, limit=limit)
     data, out = needed(data, "train", "--data"), needed(out, "train", "--out")
+    if holdout is not None:
+        settings = changed(settings, [f"holdout={holdout}"])
+    if skip_corrupt:
+        settings = changed(settings, ["skip_corrupt=true"])
     begin, resume = settings.runner(), resumes(resume, out)
     run = begin(settings, data, out, eval_data=eval_data, device=device_for(device), resume=resume, limit=limit)
+    if holdout and not run.holdout:
+        raise DwindleError(f"--holdout {holdout}: '{eval_data or data}' has images to evaluate on; leave it out.")
     speaks = ranks.rank() == 0  # of several processes one
     with progress_bar(speaks) as bar:
         task = bar.add_task("training", total=settings.epochs * run.steps_per_epoch, completed=run.step)
@@ -136,10 +150,14 @@ def train(
         for numbers in run.epochs(tick):
             shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k in ("total", "cost", "top1", "gmacs"))
             if speaks:
+                if numbers["epoch"] == 1:
+                    aside.print(f"evaluated on {plain(run.eval_images.told())}", soft_wrap=True)
                 aside.print(f"epoch {int(numbers['epoch'])}  {shown}")
     ranks.leave()
     if speaks:
-        finish({"out": str(out), **(run.history[-1] if run.history else {})})
+        skipped = {"corrupt_training": len(run.train_images.corrupt)} if run.train_images.corrupt else {}
+        about = run.eval_images.about() | skipped
+        finish({"out": str(out), **(run.history[-1] if run.history else {}), **about})
 
 
 @app.command(name="eval")
@@ -164,6 +182,13 @@ def evaluate(
     batch: Annotated[int, typer.Option(help="Images at a time.")] = 64,
     limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
     workers: Annotated[int, typer.Option(help="Processes that load images.")] = 2,
+    holdout: Annotated[
+        float | None,
+        typer.Option(
+            help="Of data without splits: the share to evaluate on, 0: all; by itself what training held out, or all."
+        ),
+    ] = None,
+    skip_corrupt: SkipCorrupt = False,
     device: Device = None,
     dtype: Dtype = "fp32",
 ) -> None:
@@ -174,12 +199,13 @@ def evaluate(
     from .lm import cli as language
     from .methods.base import require
     from .model import LAYOUTS
-    from .train.evaluate import evaluation_images
+    from .train.sets import evaluation_images
 
     if layout not in LAYOUTS:
         raise unknown("layout", layout, LAYOUTS)
     require(batch >= 1, f"--batch {batch}", "it must be at least 1")
     require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
+    require(holdout is None or 0 <= holdout < 1, f"--holdout {holdout}", "it is a share, from 0 to below 1")
     find(checkpoint)  # one that does not exist is named before the options of its kind are
     setting = {"tokens": tokens, "depth": depth, "width": width}
     if perceiver.is_checkpoint(checkpoint):
@@ -189,23 +215,26 @@ def evaluate(
         for name in ("tokens", "depth"):
             given = setting[name]
             require(policy is None or given is None, f"--{name} {given}", "--policy chooses it, so leave it out")
-        return perceiver.evaluate(
-            checkpoint, data, batch, limit, workers, device, dtype, exit, exits, policy, **setting
-        )
+        loading: dict[str, Any] = {"workers": workers, "holdout": holdout, "skip_corrupt": skip_corrupt}
+        chosen: dict[str, Any] = {"exit": exit, "exits": exits, "policy": policy, **setting}
+        return perceiver.evaluate(checkpoint, data, batch, limit, device=device, dtype=dtype, **loading, **chosen)
     only_for("an AdaPerceiver", exit=exit, exits=exits, policy=policy, **setting)
     if language.is_checkpoint(checkpoint):
         only_for("vision models", dtype=None if dtype == "fp32" else dtype)
+        only_for("vision models", holdout=holdout, skip_corrupt=skip_corrupt or None)
         return language.evaluate(checkpoint, data, layout, threshold, tau, batch, limit, device)
     only_for("language models", tau=tau)
     data = needed(data, "eval", "--data")
     model = converted(load_halting(checkpoint), dtype, device_for(device))
     if threshold is not None:
         _turn_threshold(model, threshold)
-    images = evaluation_images(model, data, limit)
+    images = evaluation_images(model, data, limit, holdout=holdout)
+    images.skip = skip_corrupt
     result = evaluated(model, images, batch, workers, device, layout=layout)
     if result is not None:
         show_table(f"{checkpoint} on {data} ({layout})", list(result), [list(result.values())])
-        finish(result)
+        tell_images(images)
+        finish(result | images.about())
 
 
 def _turn_threshold(model: Any, threshold: float) -> None:

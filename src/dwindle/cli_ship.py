@@ -76,7 +76,8 @@ def quantize(
     from .int8 import quantize as make
     from .methods.base import require
     from .train.batches import loader
-    from .train.evaluate import evaluate, evaluation_images, meet
+    from .train.evaluate import evaluate, meet
+    from .train.sets import evaluation_images
 
     require(batch >= 1, f"--batch {batch}", "it must be at least 1")
     require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
@@ -91,12 +92,15 @@ def quantize(
     if data is not None:
         with progress_bar() as bar:
             task = bar.add_task("evaluating", total=None)
+            images = evaluation_images(model, data, limit)
             for name, which in (("float", model), ("int8", small)):
-                batches = loader(evaluation_images(which, data, limit), batch)
+                batches = loader(images, batch)
                 result[name] = evaluate(which, batches, progress=lambda n: bar.advance(task, n))
         columns = ["top1", "top5", "gmacs", "images_per_s"]
         lines = [[name, *[result[name][c] for c in columns]] for name in ("float", "int8")]
         show_table(f"{checkpoint} on {data}", ["name", *columns], lines)
+        console.print(plain(images.told()), soft_wrap=True)
+        result |= images.about()
     save(small, out)
     result |= {"bytes": weight_bytes(out), "bytes_float": weight_bytes(find(checkpoint))}
     if seconds:
@@ -147,7 +151,10 @@ def predict(
         )
     if rank == 0:
         failed = f"; {result['failed']} could not be read, see {result['errors']}" if result["failed"] else ""
-        console.print(plain(f"{result['rows']} predictions in {out}{failed}"))
+        right = f"; top-1 {result['top1']} of {result['labelled']} labelled" if "top1" in result else ""
+        console.print(plain(f"{result['rows']} predictions in {out}{right}{failed}"), soft_wrap=True)
+        if why := result.get("why"):
+            console.print(plain(f"Their labels are left out: {why}"), soft_wrap=True)
         finish(result)
 
 

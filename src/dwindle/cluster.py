@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from .checkpoint import load_halting
+from .classes import class_names
 from .errors import DwindleError
 from .images import load_image, preprocess_of
 from .predict import classify
@@ -31,21 +31,24 @@ class Classify:
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.model, self.column = load_halting(checkpoint).to(self.device), column
         self.fast = self.model.prepare()
-        self.transform = preprocess_of(self.model).eval_transform()
+        self.transform, self.names = preprocess_of(self.model).eval_transform(), class_names(self.model)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         if self.column not in batch:
             raise DwindleError(f"The rows have no column '{self.column}'; set column to one of {', '.join(batch)}.")
         read = [self._read(value) for value in batch[self.column]]
         images = [image for image, _ in read if image is not None]
-        told = classify(self.model, self.fast, torch.stack(images).to(self.device)) if images else {}
+        told = classify(self.model, self.fast, torch.stack(images).to(self.device), self.names) if images else {}
         good = np.array([image is not None for image, _ in read])
         nothing = {"prediction": -1, "confidence": np.nan, "depth": np.nan, "gmacs": np.nan}
         added: dict[str, Any] = {}
         for name, empty in nothing.items():
             added[name] = np.full(len(read), empty, np.int64 if name == "prediction" else np.float32)
             added[name][good] = told.get(name, [])
-        for name in ("top5", "top5_confidence"):  # lists of one length: rows without an answer hold an empty one
+        names = iter(told.get("name", []))
+        added["name"] = np.array([next(names) if ok else None for ok in good], dtype=object)
+        lists_of = ("top5", "top5_confidence", *(["top5_names"] if self.names else []))
+        for name in lists_of:  # of one length: rows without an answer hold an empty one
             lists = iter(told.get(name, []))
             added[name] = np.array([*(next(lists) if ok else [] for ok in good), None], dtype=object)[:-1]
         added["error"] = np.array([why for _, why in read], dtype=object)
@@ -53,7 +56,6 @@ class Classify:
 
     def _read(self, value: Any) -> tuple[Any, str | None]:
         try:
-            photo = Image.fromarray(value).convert("RGB") if isinstance(value, np.ndarray) else load_image(bytes(value))
-            return self.transform(photo), None
+            return self.transform(load_image(value if isinstance(value, np.ndarray) else bytes(value))), None
         except (DwindleError, OSError, MemoryError, TypeError, ValueError) as error:
             return None, str(error) or type(error).__name__

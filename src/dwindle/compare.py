@@ -34,7 +34,7 @@ INCIDENTAL = ("weights", "save_every", "eval_every", "workers", "compile", "resi
 
 # What a teacher's answers depend on, beside the data.
 SOURCE = ("teacher", "model", "seed", "batch", "image_size", "amp", "cpu_amp", "compile")
-BATCHES = (*SOURCE, "min_scale", "jitter", "augment", "mixup", "cutmix", "mix_prob", "views")
+BATCHES = (*SOURCE, "min_scale", "jitter", "augment", "erase", "mixup", "cutmix", "mix_prob", "views", "holdout")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Compare(Results):
             if self.comparison.pretrained_static:
                 run, seconds = self._opened(recipe, folder), 0.0
                 model = run.model
-                save(model, folder, extra={"preprocess": run.preprocess.to_dict()})
+                save(model, folder, extra={"preprocess": run.preprocess.to_dict(), "classes": run.train_images.classes})
             else:
                 run, model, seconds = self._trained(recipe, folder)
             self._write(path, STATIC, "methods", run, model, 1.0, seed, seconds)
@@ -264,6 +264,7 @@ class Compare(Results):
             "cost": round(packed["gmacs"] / packed["gmacs_static"], 4),
             "seed": seed,
             **packed,
+            **run.eval_images.about(),
             "top1_masked": masked["top1"],
             "images_per_s_masked": masked["images_per_s"],
             "train_images_per_s": speed and round(speed),
@@ -273,7 +274,7 @@ class Compare(Results):
             "machine": machine(run.device),
         }
         if turned_in is not None:  # before the result, which once there is not made again
-            save(model, turned_in, extra={"results": packed})
+            save(model, turned_in, extra={"results": packed | run.eval_images.about()})
             write_card(turned_in)
         write_text(path, json.dumps(result, indent=1) + "\n")
 

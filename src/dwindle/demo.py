@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .bench import milliseconds
 from .checkpoint import load
+from .classes import class_names
 from .errors import DwindleError
 from .images import load_image, preprocess_of
 from .model import AdaptiveViT
@@ -78,14 +79,3 @@ def demo(out: Path, device: str = "cpu") -> dict[str, Any]:
 def _batch(model: AdaptiveViT, photos: Sequence[Image.Image]) -> Tensor:
     transform = preprocess_of(model).eval_transform()
     return torch.stack([transform(photo) for photo in photos])
-
-
-def class_names(model: AdaptiveViT) -> list[str] | None:
-    """What the checkpoint says its classes are called; ImageNet's own names for a head of 1000."""
-    names = getattr(model, "extra", {}).get("classes")
-    if names is None and model.backbone.shape.classes == 1000:
-        from timm.data import ImageNetInfo
-
-        info = ImageNetInfo()
-        names = [info.index_to_description(i).split(",")[0] for i in range(1000)]
-    return names and names + [f"class {i}" for i in range(len(names), model.backbone.shape.classes)]

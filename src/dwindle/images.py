@@ -6,7 +6,9 @@ import dataclasses
 import io
 import math
 import os
+import stat
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from .errors import DwindleError, brief, unknown
+from .files import shown
 from .settings import Above0, ImageSize, Within, check_fields
 
 if TYPE_CHECKING:
@@ -23,60 +26,124 @@ if TYPE_CHECKING:
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # Pillow's rarer decoders are slow to ask and less safe
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb; here it is an error
 BAND = 1 << 19  # pixels laid over white at once
+STRIP = 16  # times as long as it is wide
+REACH = 3  # pixels, of the widest filter (Lanczos)
 
 Transform = Callable[[Image.Image], Any]
 
 
-def load_image(source: str | os.PathLike | bytes, what: str | None = None) -> Image.Image:
-    """Decode a file or its bytes to upright RGB. `what` names the source in errors."""
-    what = what or ("in the bytes given" if isinstance(source, bytes) else f"'{os.fspath(source)}'")
+class CorruptImage(DwindleError):
+    """An image that is damaged, missing, too large or of a kind whose meaning nothing tells."""
+
+
+def load_image(
+    source: str | os.PathLike | bytes | bytearray | memoryview | Image.Image | np.ndarray, what: str | None = None
+) -> Image.Image:
+    """Decode a file, its bytes, an image of Pillow's or 8-bit pixels (height, width, 3) to upright RGB; of several
+    pages or frames the first. `what` names the source in errors."""
+    opened: Callable[[], Image.Image]
+    if isinstance(source, bytes | bytearray | memoryview):
+        what, opened = what or "in the bytes given", partial(open_file, io.BytesIO(source))
+    elif isinstance(source, str | os.PathLike):
+        what, opened = what or f"'{shown(os.fsdecode(source))}'", partial(open_file, source)
+    elif isinstance(source, Image.Image):
+        what, opened = what or "given", source.copy
+    elif isinstance(source, np.ndarray):
+        what, opened = what or "in the array given", partial(_of_pixels, source)
+    else:
+        raise DwindleError(
+            f"Cannot take a {type(source).__name__} as an image; give a path, bytes, an image of Pillow's, or 8-bit "
+            "pixels as an array (height, width, 3)."
+        )
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
+        with opened() as image:
             if image.width * image.height > MAX_PIXELS:
                 big = f"{image.width}x{image.height} pixels, more than the {MAX_PIXELS} that are safe"
-                raise DwindleError(f"The image {what} has {big}; shrink it first.")
+                raise CorruptImage(f"The image {what} has {big}; shrink it first.")
             return upright(image)
     except (DwindleError, MemoryError):
         raise
     except FileNotFoundError as error:
-        raise DwindleError(f"There is no file {what}; check the path.") from error
+        raise CorruptImage(f"There is no file {what}; check the path.") from error
     except UnidentifiedImageError as error:  # its own words name an object in memory, where there is no file
-        raise DwindleError(
+        raise CorruptImage(
             f"Cannot decode the image {what}: it is damaged or none of {', '.join(FORMATS)}; replace it."
         ) from error
     except Exception as error:  # damaged bytes, or metadata alone, may make a decoder raise anything
-        raise DwindleError(f"Cannot decode the image {what}: {error}; replace or remove it.") from error
+        raise CorruptImage(f"Cannot decode the image {what}: {error}; replace or remove it.") from error
+
+
+def open_file(source: Any) -> Image.Image:
+    """Pillow's image of a file, one that can be read to its end: opening a fifo would wait, a device never end."""
+    if not isinstance(source, io.BytesIO) and not stat.S_ISREG(os.stat(source).st_mode):
+        raise ValueError("it is a folder, a pipe or a device, and no file")
+    return Image.open(source, formats=FORMATS)
+
+
+def _of_pixels(pixels: np.ndarray) -> Image.Image:
+    flat = pixels.ndim in (2, 3) and pixels.shape[2:] in ((), (1,), (3,), (4,))
+    if pixels.dtype != np.uint8 or not flat or not pixels.size:
+        given = f"its shape is {pixels.shape} and its type {pixels.dtype}"
+        raise ValueError(f"{given}, and 8-bit pixels (height, width, 3) were expected")
+    return Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
 
 
 def upright(image: Image.Image) -> Image.Image:
     """Decoded, turned as its EXIF says, in RGB. May be the image itself, changed."""
+    kind = image.format
     ImageOps.exif_transpose(image, in_place=True)
     image.load()
-    if image.mode.startswith("I"):  # 16-bit grey: Pillow's own conversion clips at 255 instead of scaling
-        wide = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
-        return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        return _from_floats(np.asarray(image)).convert("RGB")
+    if image.mode.startswith("I"):
+        if kind == "TIFF" and image.mode == "I":
+            raise ValueError("its numbers have 32 bits and nothing says which is white; save it with 8 or 16 bits")
+        return _from_sixteen_bits(np.asarray(image)).convert("RGB")
     if image.has_transparency_data:
-        return _over_white(image.convert("RGBA"))
+        return _on_white(image)
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _over_white(image: Image.Image) -> Image.Image:
-    """In bands: Pillow composes with Python's lock held, and whatever else runs would wait for the whole."""
-    whole, rows = Image.new("RGB", image.size), max(BAND // image.width, 1)
+def _on_white(image: Image.Image) -> Image.Image:
+    """A band of rows at a time: a large image is not there four times over."""
+    flat, rows = Image.new("RGB", image.size), max(1, BAND // image.width)
     for top in range(0, image.height, rows):
-        part = image.crop((0, top, image.width, min(top + rows, image.height)))
-        whole.paste(Image.alpha_composite(Image.new("RGBA", part.size, "white"), part).convert("RGB"), (0, top))
-    return whole
+        band = image.crop((0, top, image.width, min(top + rows, image.height))).convert("RGBA")
+        flat.paste(Image.alpha_composite(Image.new("RGBA", band.size, "white"), band).convert("RGB"), (0, top))
+    return flat
+
+
+def _from_sixteen_bits(values: np.ndarray) -> Image.Image:
+    """Pillow's own conversion clips at 255 instead of scaling."""
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high > 65535:
+        raise ValueError(
+            f"its numbers run from {low} to {high}, and 16 bits from 0 to 65535; save it with 8 or 16 bits"
+        )
+    return Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
+
+
+def _from_floats(values: np.ndarray) -> Image.Image:
+    low, high = float(values.min()), float(values.max())
+    if not math.isfinite(low + high):
+        raise ValueError("it holds values that are no numbers (NaN or infinite)")
+    if low < 0 or high > 1:
+        raise ValueError(f"its floats run from {low:g} to {high:g} and not from 0 to 1; save it with 8 or 16 bits")
+    return Image.fromarray((values * 255 + 0.5).astype(np.uint8))
 
 
 def resized_middle(image: Image.Image, short: int, size: int, filter: Image.Resampling) -> Image.Image:
     """The middle square of an image whose short side was resized: torchvision's Resize and CenterCrop, bit for bit.
 
-    What the crop leaves out is not resampled where Pillow gives the same pixels without it.
+    What the crop leaves out is not resampled where Pillow gives the same pixels without it; nor in a strip, of which it
+    would be nearly all.
     """
     least = min(image.size)
     wide, high = (short if side == least else int(short * side / least) for side in image.size)
     left, top = (round((side - size) / 2) for side in (wide, high))
+    if max(image.size) > STRIP * least:
+        across, down = _place(image.width, wide, left, size), _place(image.height, high, top, size)
+        return resized_box(image, size, filter, (across.begin, down.begin, across.end, down.end))
     if (wide, high) != image.size:
         across, down = _part(image.width, wide, left, size), _part(image.height, high, top, size)
         few = (across.pixels, down.pixels)
@@ -86,6 +153,20 @@ def resized_middle(image: Image.Image, short: int, size: int, filter: Image.Resa
             image = image.resize(few, filter, (across.begin, down.begin, across.end, down.end))
             left, top = left - across.first, top - down.first
     return image.crop((left, top, left + size, top + size))
+
+
+def resized_box(
+    image: Image.Image, size: int, filter: Image.Resampling, box: tuple[float, float, float, float]
+) -> Image.Image:
+    """A part of an image as a square. Its cost is that of the part, wherever in the image it lies."""
+    corners = []  # of what the filter reaches; Pillow keeps the box as float32, which far from a corner tells little
+    for begin, end, side in zip(box[:2], box[2:], image.size):
+        reach = math.ceil(REACH * max((end - begin) / size, 1)) + 1
+        corners.append((max(math.floor(begin) - reach, 0), min(math.ceil(end) + reach, side)))
+    (left, right), (top, bottom) = corners
+    near = image.crop((left, top, right, bottom))
+    placed = (box[0] - left, box[1] - top, min(box[2] - left, right - left), min(box[3] - top, bottom - top))
+    return near.resize((size, size), filter, placed)
 
 
 class _Part(NamedTuple):
@@ -106,6 +187,10 @@ def _part(side: int, resized: int, first: int, count: int) -> _Part:
     steps = resized // math.gcd(side, resized)
     if steps & (steps - 1) or side * steps >= 1 << 24:
         return _Part(0, resized, 0, side)
+    return _place(side, resized, first, count)
+
+
+def _place(side: int, resized: int, first: int, count: int) -> _Part:
     return _Part(first, count, first * side / resized, (first + count) * side / resized)
 
 
@@ -164,33 +249,6 @@ class Preprocess:
         x = pixels_BHWC.permute(0, 3, 1, 2).to(torch.get_default_dtype(), memory_format=torch.contiguous_format)
         mean, std = (x.new_tensor(values)[:, None, None] for values in (self.mean, self.std))
         return x.div_(255).sub_(mean).div_(std)
-
-    def train_transform(
-        self,
-        randaugment: str | None = "rand-m9-mstd0.5-inc1",
-        color_jitter: float = 0.4,
-        reprob: float = 0.25,
-        min_scale: float = 0.08,
-    ) -> Transform:
-        """DeiT's augmentation. As there, timm leaves `color_jitter` out when `randaugment` is given."""
-        from timm.data import create_transform
-
-        transform = create_transform(
-            self.size,
-            is_training=True,
-            auto_augment=randaugment,
-            color_jitter=color_jitter,
-            re_prob=reprob,
-            re_mode="pixel",
-            scale=(min_scale, 1.0),
-            interpolation=self.interpolation,
-            mean=self.mean,
-            std=self.std,
-        )
-        for step in transform.transforms:
-            for op in getattr(step, "ops", []):
-                op.magnitude_max = 9.99  # at 10 timm posterises to 0 bits, which Pillow 13 refuses
-        return transform
 
 
 def preprocess_of(model: AdaptiveViT) -> Preprocess:

@@ -23,13 +23,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from .checkpoint import CONFIG, WEIGHTS, find, load_halting
+from .classes import class_count, class_names, known_classes
 from .dtypes import check_runs, converted, dtype_of
 from .errors import DwindleError
-from .files import draft, shown, write_text
+from .files import draft, write_text
 from .images import preprocess_of
 from .model import AdaptiveViT, Output
 from .prepared import quickest
-from .train.data import EXTENSIONS, Images, Parquet, from_file, open_data
+from .train.data import Images, Parquet, from_file, matched, open_data, relabelled
+from .train.folders import image_files
 from .train.heap import kept_pages
 
 PART = 2048  # rows; what a kill can cost
@@ -64,20 +66,37 @@ def predict(
     if limit is not None:
         images = images.select(np.arange(min(limit, len(images))))
     task = Parts(path, len(images), part, _identity(checkpoint, data, images, dtype))
+    model = load_halting(checkpoint)
+    about, labels = _labels(model, images)
     if task.finished():
-        return task.summary() | {"done_before": len(images)}
-    model = converted(load_halting(checkpoint), dtype, device).to(device)
+        return task.summary() | about | {"done_before": len(images)}
+    model = converted(model, dtype, device).to(device)
     task.begin(rank)
     missing = [k for k in range(rank, task.count, world) if not task.file(k).exists()]
     before = sum(len(task.rows(k)) for k in range(rank, task.count, world) if k not in set(missing))
     with kept_pages(torch.device(device).type == "cpu"):
-        for k, columns, errors in _answers(model, images, task, missing, batch, workers, device):
+        for k, columns, errors in _answers(model, images, labels, task, missing, batch, workers, device):
             task.write(k, columns, errors)
             if progress:
                 progress(k, len(task.rows(k)))
     if rank == 0:
         task.join()
-    return task.summary() | {"done_before": before} if rank == 0 else {"out": str(path), "done_before": before}
+    done = {"done_before": before}
+    return task.summary() | about | done if rank == 0 else {"out": str(path)} | done
+
+
+def _labels(model: AdaptiveViT, images: Images) -> tuple[dict[str, Any], np.ndarray]:
+    """How the data's classes are the model's, and the images' labels by the model's numbers, -1 where it has none."""
+    nothing = np.full(len(images), -1)
+    if images.labels.max(initial=-1) < 0:
+        return {}, nothing
+    try:
+        given = images.select(np.flatnonzero(images.labels >= 0))
+        found = matched(given, known_classes(model), class_count(model)).match
+    except DwindleError as error:
+        return {"matched": None, "why": str(error)}, nothing
+    assert found is not None
+    return found.about(), relabelled(images, found).labels
 
 
 class Parts:
@@ -157,13 +176,19 @@ class Parts:
         import pyarrow.parquet as pq
 
         failed = sum(1 for _ in self.errors.open()) if self.errors.exists() else 0
-        return {
+        told = {
             "out": str(self.out),
             "errors": str(self.errors),
             "images": self.images,
             "rows": pq.read_metadata(self.out).num_rows,
             "failed": failed,
         }
+        answers = pq.read_table(self.out, columns=["label", "prediction"])
+        label, said = (answers[name].to_numpy() for name in ("label", "prediction"))
+        labelled = ~np.isnan(label.astype(float))
+        if labelled.any():
+            told |= {"labelled": int(labelled.sum()), "top1": round(100 * float((label == said)[labelled].mean()), 3)}
+        return told
 
 
 def _schema() -> Any:
@@ -173,10 +198,13 @@ def _schema() -> Any:
         [
             ("row", pa.int64()),
             ("image", pa.string()),
-            ("label", pa.int64()),  # what the data says; null where it says nothing
+            ("class", pa.string()),  # what the data calls it; null where it says nothing
+            ("label", pa.int64()),  # the model's number of that class; null where it has none
             ("prediction", pa.int64()),
+            ("name", pa.string()),  # null where the model's classes have none
             ("confidence", pa.float32()),
             ("top5", pa.list_(pa.int64())),
+            ("top5_names", pa.list_(pa.string())),
             ("top5_confidence", pa.list_(pa.float32())),
             ("depth", pa.float32()),
             ("gmacs", pa.float32()),
@@ -188,7 +216,7 @@ def _identity(checkpoint: str, data: str, images: Images, dtype: str) -> str:
     """Of the model's weights, its number format and the data: parts of two tasks never meet in one file. Files are told
     apart by their names, sizes and times; what is no file by its name."""
     folder, files = find(checkpoint), _files(images)
-    digest = hashlib.sha256(b"" if files else data.encode())
+    digest = hashlib.sha256(",".join(_schema().names).encode() + (b"" if files else data.encode()))
     digest.update(b"" if dtype == "fp32" else dtype.encode())
     for path in files:
         about = path.lstat()
@@ -213,22 +241,10 @@ def _files(images: Images) -> list[Path]:
 def open_images(name: str) -> Images:
     """As `open_data`; a folder with images of its own is just images, those of its folders too, without labels."""
     folder = Path(name).expanduser()
-    if not (folder.is_dir() and any(_is_image(path) for path in folder.iterdir())):
+    if not folder.is_dir() or os.sep in next(image_files(folder), os.sep):  # its own come first
         return open_data(name, "test")
-    found = sorted(path for path in folder.rglob("*") if _is_image(path))
-    paths = np.array([os.fsencode(p.relative_to(folder)) for p in found])
+    paths = np.array([os.fsencode(path) for path in sorted(image_files(folder), key=Path)])
     return Images(name, partial(from_file, folder, paths), np.full(len(paths), -1))
-
-
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in EXTENSIONS and not path.name.startswith(".")
-
-
-def _name(images: Images, i: int) -> str | None:
-    source, row = images.source, int(images.rows[i])
-    if isinstance(source, partial) and source.func is from_file:
-        return shown(os.fsdecode(source.args[1][row]))
-    return source.path(row) if isinstance(source, Parquet) else None
 
 
 class _Read(Dataset):
@@ -240,7 +256,7 @@ class _Read(Dataset):
     def __getitem__(self, i: int) -> tuple[int, str | None, Tensor | None, str | None]:
         name = None
         try:
-            name = _name(self.images, i)
+            name = self.images.file(i)
             return i, name, self.images[i][0], None
         except (DwindleError, OSError, MemoryError) as error:
             return i, name, None, str(error) or type(error).__name__
@@ -251,40 +267,57 @@ def _as_it_is(rows: list) -> list:
 
 
 def _answers(
-    model: AdaptiveViT, images: Images, task: Parts, parts: list[int], batch: int, workers: int, device: str
+    model: AdaptiveViT,
+    images: Images,
+    labels: np.ndarray,
+    task: Parts,
+    parts: list[int],
+    batch: int,
+    workers: int,
+    device: str,
 ) -> Iterator[tuple[int, dict[str, list], list[dict[str, Any]]]]:
     images.transform = preprocess_of(model).eval_transform()
     pieces = [list(task.rows(k)[i : i + batch]) for k in parts for i in range(0, len(task.rows(k)), batch)]
     loader = DataLoader(_Read(images), batch_sampler=pieces, num_workers=workers, collate_fn=_as_it_is)
     columns: dict[str, list] = {name: [] for name in _schema().names}
-    fast = quickest(model)
+    fast, names = quickest(model), class_names(model)
     errors: list[dict[str, Any]] = []
     for rows in loader:
         good = [(i, name, x) for i, name, x, _ in rows if x is not None]
         errors += [{"row": i, "image": name, "reason": why} for i, name, _, why in rows if why is not None]
         if good:
-            for name, values in classify(model, fast, torch.stack([x for _, _, x in good]).to(device)).items():
+            for name, values in classify(model, fast, torch.stack([x for _, _, x in good]).to(device), names).items():
                 columns[name] += values
             numbers = [i for i, _, _ in good]
-            labels = [int(images.labels[i]) for i in numbers]
             columns["row"] += numbers
             columns["image"] += [name for _, name, _ in good]
-            columns["label"] += [None if label < 0 else label for label in labels]
+            columns["class"] += [_class(images, i) for i in numbers]
+            columns["label"] += [int(labels[i]) if labels[i] >= 0 else None for i in numbers]
         k, last = rows[-1][0] // task.part, rows[-1][0]
         if last == task.rows(k)[-1]:
             yield k, columns, errors
             columns, errors = {name: [] for name in columns}, []
 
 
+def _class(images: Images, i: int) -> str | None:
+    number = int(images.labels[i])
+    return images.classes[number] if images.classes and 0 <= number < len(images.classes) else None
+
+
 @torch.inference_mode()
-def classify(model: AdaptiveViT, fast: Callable[..., Output], x: Tensor) -> dict[str, list]:
-    """fast: the model prepared."""
+def classify(
+    model: AdaptiveViT, fast: Callable[..., Output], x: Tensor, names: list[str] | None = None
+) -> dict[str, list]:
+    """fast: the model prepared. names: of its classes."""
     out = fast(x.to(dtype_of(model)))
     confidence, best = out.logits.float().softmax(-1).topk(min(TOP, out.logits.shape[-1]))
+    named = [[names[number] if names else None for number in row] for row in best.tolist()]
     return {
         "prediction": best[:, 0].tolist(),
+        "name": [row[0] for row in named],
         "confidence": confidence[:, 0].tolist(),
         "top5": best.tolist(),
+        "top5_names": named if names else [None] * len(named),
         "top5_confidence": confidence.tolist(),
         "depth": out.trace.mean_depth.tolist(),
         "gmacs": (model.macs(out.trace) / 1e9).tolist(),

@@ -34,6 +34,7 @@ def aht_deit_tiny_imagenet() -> Recipe:
         cutmix=1.0,
         mix_prob=0.8,
         augment=None,
+        erase=0.0,
         eval_every=1000,
         save_every=100,
     )
@@ -147,6 +148,7 @@ def _ada(epochs: int) -> AdaRecipe:
         cutmix=1.0,
         mix_prob=0.8,
         augment=None,
+        erase=0.0,
         resident=True,
         eval_every=24,
         save_every=8,
@@ -268,6 +270,7 @@ def _cifar100() -> Recipe:
         cutmix=1.0,
         mix_prob=0.5,
         augment=None,
+        erase=0.0,
         label_weight=0.5,
         teacher_weight=0.5,
         resident=True,

@@ -19,7 +19,7 @@ import torch
 
 from . import charts
 from .checkpoint import find, load, load_halting, read_config
-from .demo import class_names
+from .classes import class_count, class_names, known_classes
 from .drawing import save_figure
 from .errors import DwindleError
 from .files import check_folder, write_text
@@ -39,8 +39,8 @@ from .lm.load import is_language
 from .methods.base import require
 from .methods.static import Static
 from .model import AdaptiveViT
-from .train.data import Images, check_labels, open_data
-from .train.data import limit as first
+from .train.data import Images
+from .train.sets import evaluation_images
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,13 +77,12 @@ def report(
         raise DwindleError("dwindle report explains vision models; look at a language model with dwindle view.")
     model = load_halting(folders[0])
     rival = load(static) if static else model
-    images = open_data(data or _own_data(model, folders[0]), "test")
-    images = images if limit is None else first(images, limit)
+    images = evaluation_images(model, data or _own_data(model, folders[0]), limit)
     if not len(images):
         raise DwindleError(f"'{images.name}' holds no images to report on; choose another --data.")
-    for each in (model, rival):
-        check_labels(images.labels, each.backbone.shape.classes)
-
+    ours, theirs = known_classes(model), known_classes(rival)
+    if class_count(model) != class_count(rival) or (ours and theirs and ours != theirs):
+        raise DwindleError(f"{static} does not have the classes of {folders[0]}; compare runs on the same data.")
     stream = Stream(images, batch, device, progress)
     seen = measure(model, stream)
     name = f"the static run {static.resolve().name}" if static else "the same weights with nothing halted"
@@ -96,7 +95,7 @@ def report(
     page.classes(names)
     page.curves(dict(zip(_run_names(folders), metrics)))
     page.dial(stream)
-    return page.write(folders[0].resolve().name, images.name, limited=limit is not None)
+    return page.write(folders[0].resolve().name, images)
 
 
 def _own_data(model: AdaptiveViT, folder: Path) -> str:
@@ -289,7 +288,7 @@ class Page:
             self.numbers[key] = {"name": name, "trained": trained, "points": points}
             self.add(heading, text, self.picture(figure, key, f"Curve of accuracy against cost. {text}"))
 
-    def write(self, run: str, data: str, limited: bool) -> dict[str, Any]:
+    def write(self, run: str, images: Images) -> dict[str, Any]:
         """The headline numbers on top, the settings at the end; the page appears whole or not at all."""
         seen, method = self.seen, self.model.method
         numbers = {
@@ -312,8 +311,7 @@ class Page:
             ("images", f"{numbers['images']}", ""),
         ]
         head = "".join(f"<div><dt>{t}</dt><dd>{v}<small>{note}</small></dd></div>" for t, v, note in cards)
-        part = f"the first {numbers['images']} images of " * limited
-        intro = f"{type(method).__name__} on {part}{data}. Static: {self.base.name}."
+        intro = f"{type(method).__name__} on {images.told()} Static: {self.base.name}."
         rows = [[name, value] for name, value in method.config.items()]
         self.add(f"Settings of {type(method).__name__}", f"{method.paper}.", charts.table(["setting", "value"], rows))
         html = charts.SHELL.format(
@@ -324,8 +322,8 @@ class Page:
         )
         self.out.mkdir(parents=True, exist_ok=True)
         path = write_text(self.out / "index.html", html)
-        left = {"left_out": self.left_out}
-        return {"run": run, "data": data, "page": str(path), "figures": self.figures, **numbers, **self.numbers, **left}
+        about = {"run": run, "data": images.name, **images.about(), "page": str(path), "figures": self.figures}
+        return {**about, **numbers, **self.numbers, "left_out": self.left_out}
 
 
 def _name(names: Sequence[str], label: int) -> str:

@@ -35,6 +35,9 @@ Tau = Annotated[
     float | None, typer.Option(help="Of a language model: a token skips a block where its gate says less than this.")
 ]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by itself a GPU where there is one.")]
+SkipCorrupt = Annotated[
+    bool, typer.Option("--skip-corrupt", help="Go on past images that cannot be read; they are counted and listed.")
+]
 Dtype = Annotated[str, typer.Option(help="fp32, bf16 (also on CPUs that multiply in it) or fp16.")]
 
 
@@ -106,7 +109,10 @@ def evaluated(
 
     def measure(place: Any, progress: Callable[[int], None]) -> dict[str, Any]:
         batches = loader(images, batch, workers=workers, rank=ranks.rank(), world=ranks.world())
-        return evaluate(model, batches, device=place, progress=progress, **how)
+        found = evaluate(model, batches, device=place, progress=progress, **how)
+        for corrupt in ranks.gathered(images.corrupt):
+            images.corrupt |= corrupt
+        return found
 
     return shared(measure, len(images), device)
 
@@ -126,6 +132,13 @@ def shared(
     return result if rank == 0 else None
 
 
+def tell_images(images: Any) -> None:
+    """Which images a result is of, and which of them were skipped."""
+    for name, why in images.corrupt_files():
+        aside.print(f"skipped {plain(name)}: {plain(why)}", soft_wrap=True)
+    console.print(plain(images.told()), soft_wrap=True)
+
+
 def needed(given: Any, command: str, name: str) -> Any:
     """Language models bring their own; a vision model must be told."""
     if not given:
@@ -137,7 +150,8 @@ def only_for(kind: str, **given: Any) -> None:
     """Options that another kind of model takes."""
     for name, value in given.items():
         if value is not None:
-            raise DwindleError(f"--{name} {value} is for {kind}; leave it out for this model.")
+            given_as = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            raise DwindleError(f"{given_as} is for {kind}; leave it out for this model.")
 
 
 def resumes(asked: bool, out: Path) -> bool:

@@ -15,13 +15,24 @@ from ..dtypes import DTYPES, converted
 from ..errors import DwindleError, unknown
 from ..files import write_text
 from ..model import Output
-from ..terminal import device_for, evaluated, finish, numbers, only_for, progress_bar, shared, show_table
+from ..terminal import (
+    device_for,
+    evaluated,
+    finish,
+    numbers,
+    only_for,
+    progress_bar,
+    shared,
+    show_table,
+    tell_images,
+)
+from ..train.data import Images, open_data
 from ..train.data import limit as first
-from ..train.data import open_data
+from ..train.sets import evaluation_images
 from . import dense
 from .commands import load_network, show_policies
 from .compare import POLICIES, markdown, summarised
-from .images import images_for, preprocess_for
+from .images import preprocess_for
 from .model import AdaPerceiver
 from .policies import load_policy
 from .settings import check
@@ -51,13 +62,16 @@ def evaluate(
     exit: float | None,
     exits: str | None,
     policy: Path | None,
+    holdout: float | None,
+    skip_corrupt: bool,
     **setting: int | None,
 ) -> None:
     """At one setting (the largest by default) or as a learned policy chooses; with images that leave where their
     confidence reaches `exit`."""
     model = converted(load_network(checkpoint, dense=True), dtype, device_for(device))
     if model.outputs == "dense":
-        only_for("networks that classify", policy=policy, exit=exit, exits=exits)
+        only_for("networks that classify", policy=policy, exit=exit, exits=exits, holdout=holdout)
+        only_for("networks that classify", skip_corrupt=skip_corrupt or None)
         return _evaluate_dense(model, checkpoint, data, batch, limit, workers, device, setting)
     looks = numbers("--exits", exits, int) if exits else None
 
@@ -72,8 +86,8 @@ def evaluate(
             chosen = chooser.to(images.device, images.dtype).choose(patches)
             return fast(images, *chosen, setting["width"], exit, looks, patches)
 
-    images = images_for(model, data, "test", limit)
-    images.transform = preprocess_for(model).eval_transform()
+    images = evaluation_images(model, data, limit, holdout=holdout, preprocess=preprocess_for(model))
+    images.skip = skip_corrupt
     result = evaluated(model, images, batch, workers, device, ask=ask)
     if result is None:
         return
@@ -81,13 +95,14 @@ def evaluate(
         result["gmacs"] = round(result["gmacs"] + chooser.macs / 1e9, 4)
     chosen = setting | {"exit": exit, "exits": looks, "policy": policy and str(policy)}
     named = {name: value for name, value in chosen.items() if value is not None}
-    _tell(checkpoint, data, result, named)
+    _tell(checkpoint, data, result, named, images)
 
 
-def _tell(checkpoint: str, data: str, result: dict[str, Any], named: dict[str, Any]) -> None:
+def _tell(checkpoint: str, data: str, result: dict[str, Any], named: dict[str, Any], images: Images) -> None:
     """named: the settings that were asked for."""
     show_table(f"{checkpoint} on {data} {named or '(largest setting)'}", list(result), [list(result.values())])
-    finish(result | named)
+    tell_images(images)
+    finish(result | named | images.about())
 
 
 def _evaluate_dense(
@@ -107,7 +122,7 @@ def _evaluate_dense(
     measure = partial(dense.evaluate, model, scenes, batch=batch, workers=workers, **named)
     result = shared(lambda place, progress: measure(device=place, progress=progress), len(scenes), device)
     if result is not None:
-        _tell(checkpoint, data, result, named)
+        _tell(checkpoint, data, result, named, scenes)
 
 
 def bench(

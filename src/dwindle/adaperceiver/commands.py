@@ -71,9 +71,10 @@ def grid(
     """Accuracy of an AdaPerceiver at every number of tokens, depth and width; and how its latency falls. Of a dense one
     the principal components of its patch features (--limit images, 4 if not given)."""
     from ..dtypes import DTYPES, check_runs
+    from ..train.sets import evaluation_images
     from . import figures
     from . import grid as measure
-    from .images import served_from
+    from .images import preprocess_for, served
 
     place = device_for(device)
     check_runs(dtype, place)
@@ -84,13 +85,14 @@ def grid(
     model.check_tokens(more)
     if model.outputs == "dense":
         return _components(model, checkpoint, data, out, limit or 4, place)
-    served = served_from(model, data, "test", place, limit)
+    images = evaluation_images(model, data, limit, preprocess=preprocess_for(model))
+    held = served(model, images, place)
     with progress_bar() as bar:
-        task = bar.add_task("images", total=served.count)
-        found = measure.grid(model, served(batch), device=place, progress=lambda n: bar.advance(task, n))
+        task = bar.add_task("images", total=held.count)
+        found = measure.grid(model, held(batch), device=place, progress=lambda n: bar.advance(task, n))
     rows = measure.rows(model, found)
     counts = sorted({*model.tokens, *more})
-    along = measure.between(model, served(batch), counts, place) if more else []
+    along = measure.between(model, held(batch), counts, place) if more else []
     depths = sorted({max(1, round(model.depth * share / 4)) for share in range(1, 5)}, reverse=True)
     settings = [(t, d, model.width) for d in depths for t in reversed(model.tokens)]
     settings += [(model.tokens[-1], model.depth, w) for w in model.widths[:-1]]
@@ -99,7 +101,7 @@ def grid(
     latency = [r | {"top1": top1[r["tokens"], r["depth"], r["width"]]} for r in latency]
     result = {
         "checkpoint": checkpoint,
-        "images": served.count,
+        **held.about,
         "falls": measure.falls(found),
         "lagging": measure.lagging(found),
         "rows": rows,
@@ -116,6 +118,7 @@ def grid(
     if along:
         figures.interpolation(along, out / "interpolation.png")
     full = [r for r in rows if r["width"] == model.width]
+    aside.print(plain(images.told()), soft_wrap=True)
     columns = ["depth", *[f"t = {t}" for t in model.tokens]]
     lines = [[d, *[f"{r['top1']:.2f}" for r in full if r["depth"] == d]] for d in range(1, model.depth + 1)]
     show_table(f"{checkpoint} on {data}: top-1 at full width", columns, lines)
@@ -156,8 +159,10 @@ def policies(
 ) -> None:
     """Table 6 for an AdaPerceiver: fixed settings, early exit, a learned choice of tokens (the paper's) or of
     tokens and depth, and the oracle."""
+    from ..train.data import limit as first
+    from ..train.sets import parts_for
     from . import policies as rules
-    from .images import served_from
+    from .images import served
     from .settings import check_exits
 
     _check(batch=(batch, 1), limit=(limit, 1), epochs=(epochs, 0))
@@ -170,16 +175,19 @@ def policies(
         check_exits(model, looks)
     if max(taus) > 1:
         raise DwindleError(f"--thresholds {thresholds}: they are confidences, in (0, 1].")
-    served = served_from(model, data, "test", place, limit)
     learns = epochs > 0 and lambdas
-    training = served_from(model, data, "train", place, limit) if learns else served
+    others, judging = parts_for(model, data)
+    if limit is not None:
+        others, judging = first(others, limit), first(judging, limit)
+    held = served(model, judging, place)
+    training = served(model, others, place) if learns else held
     with progress_bar() as bar:
-        tasks = {"every setting": bar.add_task("every setting", total=served.count)}
+        tasks = {"every setting": bar.add_task("every setting", total=held.count)}
         if learns:
             tasks["learned policies"] = bar.add_task("learned policies", total=epochs * training.count)
         rows, made = rules.judged(
             model,
-            lambda: served(batch),
+            lambda: held(batch),
             lambda epoch: training(batch, epoch),
             taus,
             lambdas,
@@ -188,9 +196,10 @@ def policies(
             device=place,
             progress=lambda what, images: bar.advance(tasks[what], images),
         )
+    aside.print(plain(judging.told()), soft_wrap=True)
     show_policies(f"{checkpoint} on {data}", rows)
     if out is not None:
         write_text(out / "policies.json", json.dumps(rows, indent=1) + "\n")
         for one in made:
             rules.save_policy(one.policy, out / one.file)
-    finish({"checkpoint": checkpoint, "images": served.count, "rows": rows})
+    finish({"checkpoint": checkpoint, **held.about, "rows": rows})

@@ -22,10 +22,12 @@ from ..compare import INCIDENTAL
 from ..errors import DwindleError
 from ..files import write_text
 from ..results import Results, machine, read_result, slug
+from ..train.data import limit as first
+from ..train.sets import parts_for
 from ..train.state import STATE, defaults, differing
 from ..train.teaching import Answers
 from .grid import between, falls, grid, rows
-from .images import served_from
+from .images import served
 from .model import AdaPerceiver
 from .policies import judged, save_policy
 from .recipe import AdaRecipe
@@ -169,26 +171,33 @@ class AdaCompare(Results):
         model: Any = load(folder)
         return model.eval().to(self.device)
 
-    def _served(self, model: AdaPerceiver, split: str) -> Any:
-        data, part = (self.data, "train") if split == "train" else (self.eval_data, "eval")
-        return served_from(model, data, split, self.device, self.limit, self.resident and self.resident[part])
+    def _served(self, model: AdaPerceiver) -> tuple[Any, Any]:
+        """Training and evaluation images as `served`."""
+        train, held = parts_for(model, self.data, self.eval_data)
+        train.skip = held.skip = self.comparison.base.skip_corrupt
+        if self.limit is not None:
+            train, held = first(train, self.limit), first(held, self.limit)
+        decoded = self.resident or {}
+        return tuple(
+            served(model, images, self.device, decoded.get(part)) for part, images in (("train", train), ("eval", held))
+        )
 
     def _every(self, recipe: AdaRecipe, name: str) -> dict[str, Any]:
         model, told = self._trained(recipe, name)
-        served = self._served(model, "test")
-        found = grid(model, served(self.comparison.batch), device=self.device, amp=recipe.amp)
-        told |= {"images": served.count, "falls": falls(found), "rows": rows(model, found)}
+        _, held = self._served(model)
+        found = grid(model, held(self.comparison.batch), device=self.device, amp=recipe.amp)
+        told |= {**held.about, "falls": falls(found), "rows": rows(model, found)}
         if counts := self.comparison.between:
             asked = sorted({*model.tokens, *counts})
-            told["between"] = between(model, served(self.comparison.batch), asked, self.device, recipe.amp)
+            told["between"] = between(model, held(self.comparison.batch), asked, self.device, recipe.amp)
         return told
 
     def _one(self, recipe: AdaRecipe, name: str, size: Setting) -> dict[str, Any]:
         model, told = self._trained(recipe, name)
-        served = self._served(model, "test")
-        found = grid(model, served(self.comparison.batch), device=self.device, amp=recipe.amp)
+        _, held = self._served(model)
+        found = grid(model, held(self.comparison.batch), device=self.device, amp=recipe.amp)
         top1, gmacs = round(float(found.top1[-1, -1, -1]), 3), round(model.static_macs() / 1e9, 4)
-        return told | {"images": served.count, "setting": size, "top1": top1, "gmacs": gmacs}
+        return told | {**held.about, "setting": size, "top1": top1, "gmacs": gmacs}
 
     def _check_finished(self, model: AdaPerceiver, recipe: AdaRecipe, folder: Path) -> None:
         """A checkpoint is written amid a training too, and may be of another one."""
@@ -206,9 +215,9 @@ class AdaCompare(Results):
             raise DwindleError(f"{folder} is missing: policies need the trained network; run '{ADAPTIVE}' first.")
         model = self._loaded(folder)
         self._check_finished(model, recipe, folder)
-        served, training = self._served(model, "test"), self._served(model, "train")
+        training, held = self._served(model)
         seen = {"every setting": 0, "learned policies": 0}
-        total = {"every setting": served.count, "learned policies": plan.policy_epochs * training.count}
+        total = {"every setting": held.count, "learned policies": plan.policy_epochs * training.count}
 
         def progress(what: str, images: int) -> None:
             seen[what] += images
@@ -216,7 +225,7 @@ class AdaCompare(Results):
 
         table, made = judged(
             model,
-            lambda: served(plan.batch),
+            lambda: held(plan.batch),
             lambda epoch: training(plan.batch, epoch),
             plan.thresholds,
             plan.prices,
@@ -227,7 +236,7 @@ class AdaCompare(Results):
         )
         for one in made:
             save_policy(one.policy, self._folder(POLICIES, recipe.seed) / one.file)
-        return {"images": served.count, "rows": table}
+        return {**held.about, "rows": table}
 
 
 def summarised(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

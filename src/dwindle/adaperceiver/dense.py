@@ -21,10 +21,12 @@ from torch import Tensor
 
 from ..dtypes import dtype_of
 from ..errors import DwindleError, unknown
-from ..images import Preprocess, load_image
+from ..images import Preprocess, load_image, open_file
+from ..settings import Share
 from ..train.batches import loader
-from ..train.data import EXTENSIONS, Images
+from ..train.data import Images
 from ..train.data import limit as first
+from ..train.folders import is_image
 from .images import preprocess_for
 from .model import AdaPerceiver
 from .recipe import AdaRecipe, Three
@@ -56,14 +58,14 @@ class Scenes(Images):
 
     def __init__(self, folder: str, split: str, task: str) -> None:
         images, targets, self.shift = _places(Path(folder), split, task)
-        by_name = {path.stem: path for path in sorted(targets.iterdir()) if path.suffix.lower() in EXTENSIONS}
-        found = [path for path in sorted(images.iterdir()) if path.suffix.lower() in EXTENSIONS]
+        by_name = {path.stem: path for path in sorted(targets.iterdir()) if is_image(path.name)}
+        found = [path for path in sorted(images.iterdir()) if is_image(path.name)]
         lone = next((path for path in found if path.stem not in by_name), None)
         if not found or lone is not None:
             what = f"{images} holds no images" if not found else f"{lone} has no target of its name in {targets}"
             raise DwindleError(f"{what}; every image needs one.")
         self.task, self.targets = task, [by_name[path.stem] for path in found]
-        super().__init__(folder, partial(_image, found), np.zeros(len(found)))
+        super().__init__(folder, partial(_image, found), np.zeros(len(found)), split=split)
         self.num_classes, self.size, self.train = 1, 224, False
         self.known: int | None = None  # how many classes a mask may have
         self.preprocess = Preprocess()
@@ -89,7 +91,7 @@ class Scenes(Images):
     def target(self, i: int) -> np.ndarray:
         path = self.targets[int(self.rows[i])]
         try:
-            with Image.open(path) as image:
+            with open_file(path) as image:
                 values = np.asarray(image)
         except Exception as error:  # damaged bytes may make a decoder raise anything
             raise DwindleError(f"Cannot decode the target {path}: {error}; replace it.") from error
@@ -155,13 +157,20 @@ def _places(folder: Path, split: str, task: str) -> tuple[Path, Path, bool]:
 
 @dataclass
 class DenseRecipe(AdaRecipe):
-    """Token loss only (D.3, D.4). task: 'segmentation', or 'depth'."""
+    """Token loss only (D.3, D.4), on images cut and flipped together with their targets. task: 'segmentation', or
+    'depth'."""
 
     task: Literal["segmentation", "depth"] = "segmentation"
     stages: Three = (1.0, 0.0, 0.0)
+    augment: str | None = None
+    erase: Share = 0.0
 
     def check(self) -> None:
         super().check()
+        for name in ("augment", "min_scale", "jitter", "erase", "holdout", "skip_corrupt", "resident"):
+            given = getattr(self, name)
+            if given != getattr(DenseRecipe, name):
+                raise DwindleError(f"{name} = {given}: it has no effect on dense prediction; leave it out.")
         if self.teacher is not None or self.mixup or self.cutmix:
             raise DwindleError("Dense prediction learns from its masks alone; leave teacher, mixup and cutmix out.")
 
@@ -174,8 +183,10 @@ class DenseRun(AdaRun):
 
     recipe: DenseRecipe
 
-    def _open(self, limit: int | None, train_images: Any = None, eval_images: Any = None) -> None:
-        task = self.recipe.task
+    def _open(
+        self, eval_data: str | None, limit: int | None, train_images: Any = None, eval_images: Any = None
+    ) -> None:
+        task, self.holdout, self.head_fits = self.recipe.task, {}, True
         train, held = Scenes(self.data["train"], "train", task), Scenes(self.data["eval"], "val", task)
         if limit is not None:
             train, held = first(train, limit), first(held, limit)  # type: ignore[assignment]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..images import Preprocess
+from ..train.augment import Augment
 from ..train.batches import Resident, loader
-from ..train.data import check_labels, open_data
-from ..train.data import limit as first
+from ..train.data import Images
 
 
 def preprocess_for(model: Any) -> Any:
@@ -15,32 +15,25 @@ def preprocess_for(model: Any) -> Any:
     return Preprocess.from_dict(saved) if saved else Preprocess(size=model.image)
 
 
-def images_for(model: Any, data: str, split: str, limit: int | None) -> Any:
-    """The first so many of a split, with labels the network knows."""
-    images = open_data(data, split)
-    images = first(images, limit) if limit else images
-    check_labels(images.labels, model.classes)
-    return images
-
-
-def served_from(
-    model: Any, data: str, split: str, device: str, limit: int | None, resident: Resident | None = None
-) -> Any:
+def served(model: Any, images: Images, device: str, resident: Resident | None = None) -> Any:
     """Images ready on the device: a function (batch, epoch or None) -> batches, in order where there is no epoch.
     resident: the same images, where they were decoded before.
     """
-    images, wanted = images_for(model, data, split, limit), preprocess_for(model)
+    wanted = preprocess_for(model)
     if resident is None and len(images) <= 100_000:
-        resident = Resident(images, wanted.size, device)
+        resident = Resident(images, wanted.size, device, crop_pct=wanted.crop_pct, interpolation=wanted.interpolation)
 
     def serve(batch: int, epoch: int | None = None) -> Any:
         train = epoch is not None
         if resident is not None:
             return resident.batches(batch, train, 0, epoch or 0, wanted.mean, wanted.std)
-        images.transform = wanted.train_transform(min_scale=0.35) if train else wanted.eval_transform()
-        ready = loader(images, batch, train, workers=2)
+        images.transform = wanted.eval_transform()
+        ready = loader(images, batch, train, workers=2, augment=Augment.of(wanted, min_scale=0.35))
         ready.set_epoch(epoch or 0)
         return ready
 
-    serve.count = len(images)  # type: ignore[attr-defined]
+    if resident is not None:
+        images.corrupt |= resident.corrupt
+    serve.count = len(images if resident is None else resident)  # type: ignore[attr-defined]
+    serve.about = {"images": serve.count, **images.about()}  # type: ignore[attr-defined]
     return serve

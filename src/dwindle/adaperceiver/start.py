@@ -22,12 +22,16 @@ FOCUS = 60.0  # how narrowly a latent looks at its place at the start: nearly on
 CODE = 3.5  # the size of the code of places beside the patch it is added to
 
 
-def begin_from(model: AdaPerceiver, source: str, images: Tensor, frozen: bool = False, renewed: bool = False) -> None:
+def begin_from(
+    model: AdaPerceiver, source: str, images: Tensor, frozen: bool = False, renewed: bool = False, head: bool = True
+) -> None:
     """Load `source`, a checkpoint. images: some (B, C, height, width), prepared, that show what a ViT's channels do.
     frozen: its blocks will not learn other tokens than it has, or another mask. renewed: nor most of its read-outs
-    another task.
+    another task. head: its classes are the model's.
     """
     other: Any = load(source)
+    if renewed and not head:
+        raise DwindleError(f"weights = {source} has other classes than the data, and renew keeps its; take its data.")
     if renewed and not _same_readouts(model, other):
         raise DwindleError(
             f"weights = {source} has no read-outs that renew could keep: it must be an AdaPerceiver with one for each "
@@ -50,9 +54,9 @@ def begin_from(model: AdaPerceiver, source: str, images: Tensor, frozen: bool = 
                     own,
                     theirs,
                 )
-        _from_ada(model, other, source)
+        _from_ada(model, other, source, head)
     else:
-        _from_vit(model, other, source, images)
+        _from_vit(model, other, source, images, head)
 
 
 def _same_readouts(model: AdaPerceiver, other: Any) -> bool:
@@ -62,12 +66,14 @@ def _same_readouts(model: AdaPerceiver, other: Any) -> bool:
     return isinstance(other, AdaPerceiver) and shapes(model) == shapes(other)
 
 
-def _from_ada(model: AdaPerceiver, other: AdaPerceiver, source: str) -> None:
+def _from_ada(model: AdaPerceiver, other: AdaPerceiver, source: str, head: bool) -> None:
     """What belongs to its task (outputs, head) starts anew where it does not fit."""
     own, given = model.state_dict(), other.state_dict()
     for i in range(len(model.readouts)):  # one for all depths begins as that of the last block
         theirs = other.readout(min(i + 1 if len(model.readouts) > 1 else model.depth, other.depth))
         given |= {f"readouts.{i}.{name}": value for name, value in theirs.state_dict().items()}
+    if not head:
+        given = {n: v for n, v in given.items() if ".head." not in n}
     fitting = {n: v for n, v in given.items() if n in own and own[n].shape == v.shape}
     lost = [n for n in own if n not in fitting and not n.startswith("readouts.")]
     if lost:
@@ -76,7 +82,7 @@ def _from_ada(model: AdaPerceiver, other: AdaPerceiver, source: str) -> None:
 
 
 @torch.no_grad()
-def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor) -> None:
+def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor, head: bool) -> None:
     """Its patch embedding, positions, blocks and head; and latents that each begin as one patch, so that the blocks
     meet what they know. The embedding FFN and the values of the write heads begin as identities.
     """
@@ -126,17 +132,17 @@ def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor) -> N
     for readout in model.readouts:
         readout.write.kv.weight[model.width :] = one
         readout.write.proj.weight.copy_(one)
-    norm, head = getattr(vit, "norm", None), getattr(vit, "head", None)
+    norm, theirs = getattr(vit, "norm", None), getattr(vit, "head", None) if head else None
     for readout in model.readouts:
         readout.write.q.weight.zero_()  # a mean over latents
         if isinstance(norm, nn.LayerNorm):
             _copy(readout.write.norm_source, norm)
         if (
-            isinstance(head, nn.Linear)
+            isinstance(theirs, nn.Linear)
             and isinstance(readout.head, nn.Linear)
-            and head.weight.shape == readout.head.weight.shape
+            and theirs.weight.shape == readout.head.weight.shape
         ):
-            _copy(readout.head, head)
+            _copy(readout.head, theirs)
     _look_at_places(model, images)
     _turn_what_matters_least(model, images)
 

@@ -31,7 +31,8 @@ class Teacher:
             model: Any = load(named)
         except DwindleError as error:
             raise DwindleError(f"teacher = {named}: {error}") from error
-        self.halting = isinstance(model, AdaptiveViT)
+        self.halting, self.network = isinstance(model, AdaptiveViT), model
+        self.rows: Tensor | None = None  # the numbers that it knows the data's classes by, where they are others
         if self.halting:
             model = adapt(model.unwrap(), Static())
             model.checks = False
@@ -78,7 +79,9 @@ class Teacher:
             x = F.interpolate(x, size=self.image, mode="bicubic", antialias=True)
         with autocast(self.device, self.halves), self._fast():
             out = self.model(x, layout="masked") if self.halting else self.model(x)
-        return (out.logits if self.grid is None else self._on_grid(out.features)).float()
+        if self.grid is not None:
+            return self._on_grid(out.features).float()
+        return (out.logits if self.rows is None else out.logits[:, self.rows]).float()
 
     @contextlib.contextmanager
     def _fast(self) -> Any:

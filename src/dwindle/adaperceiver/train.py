@@ -23,9 +23,10 @@ from .. import ranks
 from ..errors import DwindleError
 from ..images import Preprocess
 from ..ops.half import autocast
-from ..train.batches import Resident, mix, seeded
-from ..train.data import Images, check_labels, open_data
-from ..train.data import limit as first
+from ..train.batches import Resident, loader
+from ..train.build import teacher_classes
+from ..train.data import Images, check_labels
+from ..train.draws import mix, seeded
 from ..train.loop import Run, seed_everything, whole_if_small
 from ..train.record import Recorded, record
 from ..train.state import Claim
@@ -75,7 +76,7 @@ class AdaRun(Run):
         if ranks.started() > 1:
             raise DwindleError(f"AdaPerceiver trains in one process, not {ranks.started()}; start it without torchrun.")
         self.claim = Claim(self.out, resume)
-        self._open(limit, train_images, eval_images)
+        self._open(eval_data, limit, train_images, eval_images)
         seed_everything(recipe.seed)
         kept = kept_answers(recipe, answers)
         self.teacher = None if recipe.teacher is None else Teacher(recipe.teacher, self.device, self.halves, kept)
@@ -84,12 +85,17 @@ class AdaRun(Run):
         self.preprocess = whole_if_small(Preprocess(size=self.model.image), self.train_images)
         if recipe.weights is not None:
             begin_from(
-                self.model, recipe.weights, self._some_images(), recipe.freeze_backbone, recipe.renew is not None
+                self.model,
+                recipe.weights,
+                self._some_images(),
+                recipe.freeze_backbone,
+                recipe.renew is not None,
+                self.head_fits,
             )
         self.model.to(self.device)
         if recipe.freeze_backbone:
             _freeze(self.model, recipe.renew)
-        self.resident = resident or self._resident()
+        self.resident = self._decoded(resident)
         self.batch = min(recipe.batch, len(self.train_images))
         if recipe.mixup or recipe.cutmix:
             self.batch -= self.batch % 2
@@ -120,17 +126,12 @@ class AdaRun(Run):
         if resume:
             self._restore()
 
-    def _open(self, limit: int | None, train_images: Images | None, eval_images: Images | None) -> None:
-        self.train_images = train_images or open_data(self.data["train"], "train")
-        self.eval_images = eval_images or open_data(self.data["eval"], "test")
-        if limit is not None:
-            self.train_images, self.eval_images = first(self.train_images, limit), first(self.eval_images, limit)
-
     def _some_images(self, count: int = 128) -> Tensor:
         """Prepared as in evaluation."""
         rows = np.random.default_rng(self.recipe.seed).permutation(len(self.train_images))[:count]
-        prepare = self.preprocess.eval_transform()
-        return torch.stack([prepare(self.train_images.image(int(i))) for i in rows])
+        some = self.train_images.select(rows)
+        some.transform = self.preprocess.eval_transform()
+        return torch.cat([x for x, _ in loader(some, 32)])
 
     def _build(self) -> AdaPerceiver:
         recipe, teacher = self.recipe, self.teacher
@@ -150,11 +151,9 @@ class AdaRun(Run):
         if recipe.distill == "features":
             teacher.grid = model.grid((model.image, model.image))
             return model
-        if teacher is not None and teacher.classes != model.classes:
-            raise DwindleError(
-                f"The teacher {recipe.teacher} knows {teacher.classes} classes, the data has {model.classes}; take "
-                "a teacher trained on this data."
-            )
+        if teacher is not None:
+            assert recipe.teacher is not None
+            teacher.rows = teacher_classes(teacher.network, self.train_images, recipe.teacher, self.device)
         for images in (self.train_images, self.eval_images):
             check_labels(images.labels, model.classes)
         return model

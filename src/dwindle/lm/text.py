@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DwindleError, unknown
-from ..train.batches import mix
+from ..train.draws import mix
 
 KNOWN = ("shakespeare", "enwik8")
 ENWIK8_BYTES = 100_000_000

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..demo import class_names
+from ..classes import class_names
 from ..dtypes import dtype_of
 from ..export import check_images
 from ..images import preprocess_of

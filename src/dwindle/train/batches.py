@@ -7,10 +7,8 @@ uninterrupted one would have seen. B images of a batch, S side they are stored w
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
@@ -20,40 +18,24 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
 from ..errors import DwindleError
+from ..images import CorruptImage, resized_middle
+from .augment import DRAWS, Augment, applied, boxes, finished, noise, normalised
+from .draws import generator_of, seeded
 
 if TYPE_CHECKING:
     from .data import Images
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CROP_PCT = 0.875
+RESAMPLED = ("bicubic", "bilinear")  # what is resident
 
 
-def mix(*key: int) -> int:
-    """One seed out of several numbers."""
-    return int(np.random.SeedSequence(key).generate_state(1)[0])
-
-
-@contextmanager
-def seeded(*key: int) -> Iterator[None]:
-    """Every CPU generator as a function of `key`, and as it was before on leaving."""
-    outer = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    seed = mix(*key)
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would reset the GPU's generator too
-    try:
-        yield
-    finally:
-        random.setstate(outer[0])
-        np.random.set_state(outer[1])
-        torch.set_rng_state(outer[2])
-
-
-def _generator(seed: int, epoch: int) -> torch.Generator:
-    return torch.Generator().manual_seed(mix(seed, epoch))
+def draws(n: int, generator: torch.Generator) -> Tensor:
+    """(n, DRAWS): what an epoch's images are augmented by, in the order they are seen."""
+    return torch.cat([torch.rand(n, DRAWS // 2, generator=generator) for _ in range(2)], dim=1)
 
 
 class _Order(Sampler):
@@ -73,42 +55,83 @@ class _Order(Sampler):
             return len(range(self.rank, n, self.world))
         return n // (self.world * self.batch) * self.batch or n
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
+    def __iter__(self) -> Iterator[tuple[int, int, list[float] | None]]:
         epoch, n = self.epoch, len(self.images)
-        if self.train:
-            order = self.images.shuffled(_generator(self.seed, epoch))
-            steps = n // (self.world * self.batch)
-            if steps:  # else fewer than a batch, all of which are drawn
-                joint = order[: steps * self.world * self.batch].reshape(steps, self.world, self.batch)
-                order = joint[:, self.rank].ravel()
-        else:
-            order = np.arange(self.rank, n, self.world)
-        return ((epoch, i) for i in order.tolist())
+        if not self.train:
+            return ((epoch, i, None) for i in range(self.rank, n, self.world))
+        generator = generator_of(self.seed, epoch)
+        order = self.images.shuffled(generator)
+        chance, places = draws(n, generator), np.arange(n)
+        steps = n // (self.world * self.batch)
+        if steps:  # else fewer than a batch, all of which are drawn
+            joint = places[: steps * self.world * self.batch].reshape(steps, self.world, self.batch)
+            places = joint[:, self.rank].ravel()
+        return ((epoch, int(order[place]), chance[place].tolist()) for place in places)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
 
-class _Seeded(Dataset):
-    """Makes augmentation a function of (seed, epoch, index), whichever worker runs it."""
+class _Read(Dataset):
+    """Images as a function of (seed, epoch, index), whichever worker reads them.
 
-    def __init__(self, images: Images, seed: int):
-        self.images, self.seed = images, seed
+    A corrupt image, where those are skipped, is left out of an evaluation; in training the next one of its class takes
+    its place, so that nothing else of the epoch changes. Each item comes with what was found corrupt on the way.
+    """
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Any, int]:
-        epoch, i = key
-        with seeded(self.seed, epoch, i):
-            return self.images[i]
+    def __init__(self, images: Images, seed: int, train: bool, augment: Augment | None) -> None:
+        self.images, self.seed, self.train, self.augment = images, seed, train, augment
+
+    def __getitem__(self, key: tuple[int, int, list[float] | None]) -> Any:
+        """(item or None, {row: why}), or an error: raised here, torch would put a traceback into its message."""
+        try:
+            return self._found(*key)
+        except DwindleError as error:
+            return error
+
+    def _found(self, epoch: int, i: int, chance: list[float] | None) -> tuple[Any, dict[int, str]]:
+        images, met = self.images, dict[int, str]()
+        for j in images.instead_of(i) if self.train else (i,):
+            row = images.row(j)
+            try:
+                if row not in images.corrupt:
+                    return self._made((self.seed, epoch, i), j, chance), met
+                met[row] = images.corrupt[row]
+            except CorruptImage as error:
+                met |= images.skipped(j, error)
+                images.corrupt |= met
+        if self.train:
+            raise CorruptImage(f"None of the images like '{images.file(i)}' can be read; give others.")
+        return None, met
+
+    def _made(self, key: tuple[int, int, int], j: int, chance: list[float] | None) -> tuple[Any, int]:
+        if self.augment is not None and chance is not None:
+            return self.augment(self.images.image(j), torch.tensor(chance), *key), int(self.images.labels[j])
+        with seeded(*key):
+            return self.images[j]
+
+
+def _collated(items: list[Any]) -> Any:
+    """A batch of what could be read, None if that is nothing, and what could not; or an error."""
+    if error := next((item for item in items if isinstance(item, DwindleError)), None):
+        return error
+    good = [item for item, _ in items if item is not None]
+    corrupt = {row: why for _, found in items for row, why in found.items()}
+    return default_collate(good) if good else None, corrupt
 
 
 class Loader(DataLoader):
-    """A DataLoader that can be told the epoch, and whose workers' errors read as if they had happened here."""
+    """A DataLoader that can be told the epoch, raises what its workers met, and notes in its images what is corrupt."""
 
     def __iter__(self) -> Any:
-        try:
-            yield from super().__iter__()
-        except DwindleError as error:  # torch puts the worker's traceback into the message
-            raise DwindleError(str(error).rpartition("DwindleError: ")[2].strip()) from error
+        images = cast(_Read, self.dataset).images
+        for found in super().__iter__():
+            if isinstance(found, DwindleError):
+                raise found
+            batch, corrupt = found
+            images.corrupt |= corrupt
+            if batch is not None:
+                yield batch
 
     def set_epoch(self, epoch: int) -> None:
         cast(_Order, self.sampler).set_epoch(epoch)
@@ -120,13 +143,21 @@ def _in_worker(_: int) -> None:
 
 
 def loader(
-    images: Images, batch: int, train: bool = False, workers: int = 0, seed: int = 0, rank: int = 0, world: int = 1
+    images: Images,
+    batch: int,
+    train: bool = False,
+    workers: int = 0,
+    seed: int = 0,
+    rank: int = 0,
+    world: int = 1,
+    augment: Augment | None = None,
 ) -> Loader:
     """Batches of `images`; call `set_epoch` before each pass. Training shuffles and drops the last partial batch.
 
-    Of `world` processes each gives its `rank`, and gets its share of the images, `batch` at a time.
+    Of `world` processes each gives its `rank`, and gets its share of the images, `batch` at a time. augment: what
+    training makes of an image, in place of `images.transform`.
     """
-    if images.transform is None:
+    if images.transform is None and not (train and augment):
         raise DwindleError(f"'{images.name}' has no transform to make tensors with; set images.transform first.")
     if workers < 0:
         raise DwindleError(f"workers = {workers}: it must be at least 0.")
@@ -140,8 +171,9 @@ def loader(
     if workers:
         images.warm()
     return Loader(
-        _Seeded(images, seed),
+        _Read(images, seed, train, augment),
         batch,
+        collate_fn=_collated,
         sampler=_Order(images, batch, train, seed, rank, world),
         num_workers=workers,
         worker_init_fn=_in_worker,
@@ -154,7 +186,9 @@ def loader(
 class Resident:
     """A small data set decoded once into one uint8 tensor (n, 3, S, S), augmented in batch where it lies.
 
-    S is `store`; by default the native side when all images are square, alike and below `size`, else size / 0.875.
+    S is `store`; by default the native side when all images are square, alike and below `size`, else size / crop_pct.
+    Of others the middle is kept, and crops are taken of that: by cubic convolution of what is smaller than `size`, else
+    bilinear. Corrupt images, where they are skipped, are left out, or replaced as in `loader`.
     """
 
     def __init__(
@@ -165,19 +199,33 @@ class Resident:
         store: int | None = None,
         progress: Callable[[int, int], None] | None = None,
         threads: int | None = None,
+        crop_pct: float = CROP_PCT,
+        interpolation: str = "bicubic",
+        replace: bool = False,
     ):
+        """replace: corrupt images, rather than leave them out."""
         if not len(images):
             raise DwindleError(f"'{images.name}' has no images to keep resident; choose another split or limit.")
+        if interpolation not in RESAMPLED:
+            raise DwindleError(
+                f"interpolation = {interpolation}: images in device memory are resampled by {' or '.join(RESAMPLED)}; "
+                "set resident=false."
+            )
         images.warm()
-        self.size, self.edge, self.num_classes = size, round(size / CROP_PCT), images.num_classes
-        width, height = images.image(0).size
+        self.size, self.edge, self.num_classes = size, round(size / crop_pct), images.num_classes
+        self.interpolation = interpolation
+        width, height = images.sample().size
         native = store is None and width == height < size
         side = store or (width if native else self.edge)
-        pixels = _decode(images, side, native, progress, threads)
+        filter = Image.Resampling[interpolation.upper()]
+        pixels = _decode(images, side, filter, native, progress, threads)
         if pixels is None:  # a small square came first, but not all are like it
-            pixels = _decode(images, self.edge, False, progress, threads)
-        self.images = torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2).contiguous()  # (n, 3, S, S)
-        self.labels = torch.from_numpy(images.labels).to(device)
+            pixels = _decode(images, self.edge, filter, False, progress, threads)
+        assert pixels is not None
+        rows = _kept(images, pixels, replace)
+        self.images = torch.from_numpy(pixels[rows]).to(device).permute(0, 3, 1, 2).contiguous()  # (n, 3, S, S)
+        self.labels = torch.from_numpy(images.labels[rows]).to(device)
+        self.corrupt = images.corrupt
 
     def __len__(self) -> int:
         return len(self.images)
@@ -193,39 +241,36 @@ class Resident:
         min_scale: float = 0.35,
         flip: bool = True,
         jitter: float = 0.0,
+        randaugment: str | None = None,
+        erase: float = 0.0,
         dtype: torch.dtype = torch.float32,
         part: tuple[int, int] = (0, 1),
         compiled: bool = False,
     ) -> Batches:
-        """(images (B, 3, size, size) normalised, labels (B,)); the rest as in `loader`, part = (rank, world)."""
-        how = (tuple(mean), tuple(std), min_scale, flip, jitter, dtype, part, compiled)
-        return Batches(self, batch, train, seed, epoch, *how)
+        """(images (B, 3, size, size) normalised, labels (B,)); the rest as in `Augment` and `loader`, part = (rank,
+        world)."""
+        look = (tuple(mean), tuple(std), self.interpolation)
+        how = Augment(self.size, *look, min_scale, flip, jitter, randaugment, erase)
+        return Batches(self, batch, train, seed, epoch, how, dtype, part, compiled)
 
     def view(self, rows: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
         """Some images as in evaluation, normalised."""
         device = self.images.device
-        mean_, std_ = (255 * torch.tensor(v, device=device).view(3, 1, 1) for v in (mean, std))
-        return _colour(self.crop(self.images[rows.to(device)].float()), None, mean_, std_, torch.float32)
+        mean_, std_ = _scaled(mean, std, device)
+        return normalised(self.crop(self.images[rows.to(device)].float()), mean_, std_, torch.float32)
 
     def crop(self, x: Tensor) -> Tensor:
         """The evaluation view of stored images (B, 3, S, S) in 0..255: resampled only where S asks for it."""
         side = x.shape[-1]
         target = self.size if side < self.size else min(side, self.edge)
         if target != side:
-            x = F.interpolate(x, size=(target, target), mode="bicubic", antialias=True).clamp(0, 255)
+            x = F.interpolate(x, size=(target, target), mode=self.interpolation, antialias=True).clamp(0, 255)
         at = round((target - self.size) / 2)
         return x[..., at : at + self.size, at : at + self.size]
 
     def random_crop(self, x: Tensor, u: Tensor, min_scale: float, flip: bool) -> Tensor:
-        """Random resized crop and flip in one resampling; u (B, 5) uniform draws decide.
-
-        A box too wide or too high for the image is clamped, where torchvision draws again.
-        """
-        area = min_scale + (1 - min_scale) * u[:, 0]
-        aspect = (4 / 3) ** (2 * u[:, 1] - 1)
-        width, height = (area * aspect).sqrt().clamp(max=1), (area / aspect).sqrt().clamp(max=1)
-        # Coordinates run from -1 to 1 over the image, edge to edge; the centre may lie within 1 - extent of 0.
-        cx, cy = (1 - width) * (2 * u[:, 2] - 1), (1 - height) * (2 * u[:, 3] - 1)
+        """Random resized crop and flip in one resampling; u (B, 5) uniform draws decide."""
+        (cx, cy), (width, height) = boxes(u, min_scale)
         if flip:
             width = torch.where(u[:, 4] < 0.5, -width, width)
         line = (torch.arange(self.size, device=x.device) * 2 + 1) / self.size - 1
@@ -251,22 +296,31 @@ def _cubic(at: Tensor, side: int) -> Tensor:
 
 
 def _decode(
-    images: Images, side: int, strict: bool, progress: Callable[[int, int], None] | None, threads: int | None
+    images: Images,
+    side: int,
+    filter: Image.Resampling,
+    strict: bool,
+    progress: Callable[[int, int], None] | None,
+    threads: int | None,
 ) -> np.ndarray | None:
     """All images as (n, side, side, 3) uint8; None when `strict` and one is not of that size already."""
     n = len(images)
-    out = np.empty((n, side, side, 3), dtype=np.uint8)
+    out = np.zeros((n, side, side, 3), dtype=np.uint8)
 
     def put(rows: range) -> bool:
         for i in rows:
-            image = images.image(i)
+            try:
+                image = images.image(i)
+            except CorruptImage as error:
+                images.corrupt |= images.skipped(i, error)
+                continue
             if strict and image.size != (side, side):
                 return False
-            out[i] = np.asarray(_square(image, side))
+            out[i] = np.asarray(resized_middle(image, side, side, filter))
         return True
 
     parts = [range(at, min(at + 32, n)) for at in range(0, n, 32)]  # a task costs as much as a small image
-    with ThreadPoolExecutor(threads or min(16, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(threads or _threads()) as pool:
         for rows, fits in zip(parts, pool.map(put, parts)):
             if not fits:
                 pool.shutdown(cancel_futures=True)
@@ -276,15 +330,32 @@ def _decode(
     return out
 
 
-def _square(image: Image.Image, side: int) -> Image.Image:
-    """Short side to `side`, then the centre, rounded as torchvision's Resize and CenterCrop round."""
-    width, height = image.size
-    short = min(width, height)
-    width, height = int(side * width / short), int(side * height / short)
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = round((width - side) / 2), round((height - side) / 2)
-    return image.crop((left, top, left + side, top + side))
+def _threads() -> int:
+    return min(16, os.cpu_count() or 1)
+
+
+def _kept(images: Images, pixels: np.ndarray, replace: bool) -> Any:
+    """Which were decoded; with `replace` all of them, the others' pixels exchanged."""
+    bad = {i for i in range(len(images)) if images.row(i) in images.corrupt} if images.corrupt else set()
+    if not bad:
+        return slice(None)
+    if not replace:
+        good = [i for i in range(len(images)) if i not in bad]
+        if not good:
+            raise CorruptImage(f"None of the images of '{images.name}' can be read; give others.")
+        return good
+    for i in sorted(bad):
+        other = next((j for j in images.instead_of(i) if j not in bad), None)
+        if other is None:
+            raise CorruptImage(f"None of the images like '{images.file(i)}' can be read; give others.")
+        pixels[i] = pixels[other]
+    return slice(None)
+
+
+def _scaled(mean: Sequence[float], std: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
+    """For pixels from 0 to 255."""
+    scaled = [255 * torch.tensor(values, device=device).view(-1, 1, 1) for values in (mean, std)]
+    return scaled[0], scaled[1]
 
 
 @dataclass
@@ -296,11 +367,7 @@ class Batches:
     train: bool
     seed: int
     epoch: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    min_scale: float
-    flip: bool
-    jitter: float
+    how: Augment
     dtype: torch.dtype
     part: tuple[int, int] = (0, 1)
     compiled: bool = False
@@ -316,22 +383,38 @@ class Batches:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        data, n, device = self.data, len(self.data), self.data.images.device
-        mean, std = (255 * torch.tensor(v, device=device).view(3, 1, 1) for v in (self.mean, self.std))
+        data, n, device, how = self.data, len(self.data), self.data.images.device, self.how
+        mean, std = _scaled(how.mean, how.std, device)
         # Drawn on the CPU, so that every device sees the same, and at once, so that no batch waits for a copy.
-        generator = _generator(self.seed, self.epoch)
-        order = (torch.randperm(n, generator=generator) if self.train else torch.arange(n)).to(device)
-        draws = torch.rand(n, 8, generator=generator).to(device)
-        order, draws = self._own(order), self._own(draws)
-        augment = _compiled_augment() if self.compiled else _augment
-        for at in range(0, len(self) * self.batch, self.batch):
-            rows, u = order[at : at + self.batch], draws[at : at + self.batch]
-            x = data.images[rows].float()
-            if self.train:
-                x = augment(data, x, u, self.min_scale, self.flip, self.jitter, mean, std, self.dtype)
-            else:
-                x = _colour(data.crop(x), None, mean, std, self.dtype)
-            yield x, data.labels[rows]
+        generator = generator_of(self.seed, self.epoch)
+        order = self._own(torch.randperm(n, generator=generator) if self.train else torch.arange(n))
+        chance = self._own(draws(n, generator)).to(device) if self.train else None
+        with ThreadPoolExecutor(_threads()) as pool:
+            augment = self._augment(mean, std, pool)
+            for at in range(0, len(self) * self.batch, self.batch):
+                some = order[at : at + self.batch]
+                rows = some.to(device)
+                x = data.images[rows].float()
+                if chance is None:
+                    yield normalised(data.crop(x), mean, std, self.dtype), data.labels[rows]
+                else:
+                    yield augment(x, chance[at : at + self.batch], some.tolist()), data.labels[rows]
+
+    def _augment(self, mean: Tensor, std: Tensor, pool: ThreadPoolExecutor) -> Callable[..., Tensor]:
+        """Of a batch, its draws and which images they are."""
+        how, data = self.how, self.data
+        field = noise(how.size, str(mean.device)) if how.erase else mean
+        whole = _compiled_augment() if self.compiled else _augment
+
+        def augment(x: Tensor, u: Tensor, indices: list[int]) -> Tensor:
+            if how.randaugment is None:
+                settings = (how.min_scale, how.flip, how.jitter, how.erase)
+                return whole(data, x, u, *settings, mean, std, self.dtype, field)
+            plans = [how.plan(self.seed, self.epoch, i) for i in indices]
+            x = _applied(plans, data.random_crop(x, u, how.min_scale, how.flip), pool)
+            return finished(x, u, how.jitter, how.erase, mean, std, self.dtype, field)
+
+        return augment
 
     def _own(self, rows: Tensor) -> Tensor:
         """This process's rows: its part of every joint batch in training, every world-th one else."""
@@ -344,9 +427,11 @@ class Batches:
         return joint.unflatten(0, (-1, world, self.batch))[:, rank].flatten(0, 1)
 
 
-def _colour(x: Tensor, factors: Tensor | None, mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:
-    x = x if factors is None else _jitter(x, factors)
-    return ((x - mean) / std).to(dtype, memory_format=torch.channels_last)
+def _applied(plans: Sequence[Any], x: Tensor, pool: ThreadPoolExecutor) -> Tensor:
+    """RandAugment on images (B, 3, S, S) from 0 to 255: timm's own, which are Pillow's, on the host."""
+    pixels = x.round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    made = pool.map(lambda plan, one: np.asarray(applied(plan, Image.fromarray(one))), plans, pixels)
+    return torch.from_numpy(np.stack(list(made))).to(x.device).permute(0, 3, 1, 2).float()
 
 
 def _augment(
@@ -356,29 +441,16 @@ def _augment(
     min_scale: float,
     flip: bool,
     jitter: float,
+    erase: float,
     mean: Tensor,
     std: Tensor,
     dtype: torch.dtype,
+    field: Tensor,
 ) -> Tensor:
-    """u: (B, 8) uniform draws decide."""
-    x = data.random_crop(x, u, min_scale, flip)
-    return _colour(x, 1 + jitter * (2 * u[:, 5:] - 1) if jitter else None, mean, std, dtype)
+    """u: (B, DRAWS) uniform draws decide."""
+    return finished(data.random_crop(x, u, min_scale, flip), u, jitter, erase, mean, std, dtype, field)
 
 
 @cache
 def _compiled_augment() -> Callable[..., Tensor]:
     return torch.compile(_augment, dynamic=False)
-
-
-def _jitter(x: Tensor, factors: Tensor) -> Tensor:
-    """Brightness, contrast and saturation by factors (B, 3), each image by its own."""
-
-    def grey(x: Tensor) -> Tensor:
-        return (x * x.new_tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(dim=1, keepdim=True)  # (B, 1, H, W)
-
-    brightness, contrast, saturation = factors.view(-1, 3, 1, 1, 1).unbind(dim=1)
-    x = (x * brightness).clamp(0, 255)
-    level = grey(x).mean(dim=(2, 3), keepdim=True)
-    x = (level + (x - level) * contrast).clamp(0, 255)
-    level = grey(x)
-    return (level + (x - level) * saturation).clamp(0, 255)

@@ -6,13 +6,46 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checkpoint import find, load, load_vit_weights, read_config, shipped
+from ..classes import class_count, imagenet_names, known_classes, match
 from ..download import no_waiting
 from ..errors import DwindleError, unknown
 from ..model import AdaptiveViT
+from .data import Images
 from .recipe import Recipe
+
+
+def is_checkpoint(weights: str | None) -> bool:
+    return weights is not None and (Path(weights).is_dir() or weights in shipped())
+
+
+def weights_classes(recipe: Recipe, images: Images) -> list[str] | None:
+    """What the head of a recipe's weights calls its classes, where they are as many as the images have; ImageNet's,
+    where the weights are no checkpoint."""
+    names = None
+    if recipe.weights is not None and is_checkpoint(recipe.weights):
+        names = read_config(find(recipe.weights)).get("extra", {}).get("classes")
+    if not names and images.classes and recipe.weights is not None:
+        names = imagenet_names(images.num_classes)
+    return names if names and len(names) == images.num_classes else None
+
+
+def teacher_classes(model: Any, images: Images, named: str, device: torch.device) -> Tensor | None:
+    """Which of a teacher's answers are about the images' classes; None: all, in this order."""
+    found = match(
+        images.classes,
+        images.num_classes,
+        known_classes(model),
+        class_count(model),
+        named=images.name,
+        owner=f"the teacher {named}",
+    )
+    if found.both < len(found.numbers):
+        raise DwindleError(f"The teacher {named} does not know the data: {found.told()} Take one trained on this data.")
+    return None if found.same else torch.from_numpy(found.numbers).to(device)
 
 
 def build_vit(recipe: Recipe, classes: int) -> Any:
@@ -37,7 +70,7 @@ def build_vit(recipe: Recipe, classes: int) -> Any:
                 "give a file with --set weights=PATH."
             ) from error
     vit: Any
-    if Path(recipe.weights).is_dir() or recipe.weights in shipped():
+    if is_checkpoint(recipe.weights):
         vit = _from_checkpoint(recipe)
     else:
         vit = timm.create_model(recipe.model, num_classes=1000)

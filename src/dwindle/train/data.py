@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,16 +20,15 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
+from ..classes import Match, by_name, match
 from ..errors import DwindleError, unknown
-from ..images import Transform, load_image
+from ..files import shown
+from ..images import CorruptImage, Transform, load_image
+from .folders import FORMS, class_folders, pick
 
 KNOWN = ("cifar100", "imagenet", "places365")
-EVALUATION = ("validation", "val", "test")  # synonyms, in the order they are tried: "test" often has no labels
-SPLITS = ("train", *EVALUATION)
 LABELS = ("fine_label", "label", "labels")
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 MEMORY = 2 << 30  # bytes of encoded images held at once
-FORMS = "expected class folders (folder/class_a/*.jpg, or folder/train/class_a/*.jpg) or Hugging Face parquet files."
 
 
 Source = Callable[[int], Image.Image]  # decodes row i; worker processes can copy it
@@ -48,7 +48,7 @@ def _from_hub(rows: Any, column: str, name: str, i: int) -> Image.Image:
 
 def _from_cell(cell: dict | None, what: str) -> Image.Image:
     if not cell or not (cell["bytes"] or cell["path"]):
-        raise DwindleError(f"There is no image {what}; remove that row.")
+        raise CorruptImage(f"There is no image {what}; remove that row.")
     return load_image(cell["bytes"] or cell["path"], what)
 
 
@@ -132,21 +132,91 @@ class Parquet:
 
 
 class Images(Dataset):
-    """A map-style data set: `images[i]` is (RGB image or `transform` of it, label)."""
+    """A map-style data set: `images[i]` is (RGB image or `transform` of it, label).
 
-    def __init__(self, name: str, source: Source, labels: np.ndarray, classes: list[str] | None = None):
-        self.name, self.source, self.classes = name, source, classes
+    split: which one of the data's `splits` these are; None where it has none. where: the same for people.
+    match: how their labels became a model's.
+    skip: whether corrupt images are skipped, by whoever reads in batches; None: who asks for these cannot choose.
+    corrupt: those met, by their rows in the source, and why.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        labels: np.ndarray,
+        classes: list[str] | None = None,
+        split: str | None = None,
+        splits: Iterable[str] = (),
+    ):
+        self.name, self.source, self.classes, self.split = name, source, classes, split
+        self.splits = tuple(splits)
         self.labels = np.asarray(labels, dtype=np.int64)
         self.num_classes = len(classes) if classes else int(self.labels.max(initial=-1)) + 1
         self.transform: Transform | None = None
         self.rows = np.arange(len(self.labels))
+        self.where = f"split {split} of {name}" if split else f"all of {name}"
+        self.match: Match | None = None
+        self.skip: bool | None = None
+        self.corrupt: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self.rows)
 
+    def about(self) -> dict[str, Any]:
+        """Which images these are, for JSON, and how their labels were found."""
+        on = f"{self.where}: {len(self) - len(self.corrupt):,} images"
+        broken = {"corrupt": len(self.corrupt)} if self.corrupt else {}
+        return {"on": on} | broken | (self.match.about() if self.match else {})
+
+    def told(self) -> str:
+        """The same for people."""
+        broken = f" {len(self.corrupt)} corrupt ones are skipped." if self.corrupt else ""
+        return f"{self.about()['on']}.{broken}" + (f" {self.match.told()}" if self.match else "")
+
+    def row(self, i: int) -> int:
+        """Where the source has image i."""
+        return int(self.rows[i])
+
     def image(self, i: int) -> Image.Image:
         """The decoded image, before `transform`."""
-        return self.source(int(self.rows[i]))
+        return self.source(self.row(i))
+
+    def file(self, i: int) -> str | None:
+        """What image i is called, where it is."""
+        return self.file_of(self.row(i))
+
+    def file_of(self, row: int) -> str | None:
+        if isinstance(self.source, partial) and self.source.func is from_file:
+            return shown(os.fsdecode(self.source.args[1][row]))
+        return self.source.path(row) if isinstance(self.source, Parquet) else None
+
+    def sample(self) -> Image.Image:
+        """The first image that can be read, or whatever is wrong with the first."""
+        for i in range(len(self)):
+            try:
+                return self.image(i)
+            except CorruptImage as error:
+                self.corrupt |= self.skipped(i, error)
+        raise CorruptImage(f"None of the images of '{self.name}' can be read; give others.")
+
+    def skipped(self, i: int, error: CorruptImage) -> dict[int, str]:
+        """Image i, noted as corrupt; the error itself where those are not skipped."""
+        if self.skip is not True:
+            hint = "" if self.skip is None else "; --skip-corrupt (--set skip_corrupt=true) goes on without it"
+            raise CorruptImage(f"{str(error).removesuffix('.')}{hint}.") from error
+        return {self.row(i): str(error)}
+
+    def corrupt_files(self) -> list[tuple[str, str]]:
+        """Those skipped: what they are called, and what is wrong."""
+        return [(self.file_of(row) or f"row {row}", why) for row, why in sorted(self.corrupt.items())]
+
+    def instead_of(self, i: int) -> Iterator[int]:
+        """Image i, then the following ones of its class, round to those before it."""
+        yield i
+        like = np.flatnonzero(self.labels == self.labels[i])
+        at = int(np.searchsorted(like, i))
+        yield from (int(j) for j in (*like[at + 1 :], *like[:at]))
 
     def __getitem__(self, i: int) -> tuple[Any, int]:
         image = self.image(i)
@@ -174,10 +244,10 @@ class Images(Dataset):
             order = order[np.argsort(self.source.windows(self.rows, generator)[order], kind="stable")]
         return order
 
-    def select(self, indices: np.ndarray) -> Images:
+    def select(self, indices: np.ndarray | slice) -> Images:
         """A view on some of the images; classes stay those of the whole."""
         part = copy.copy(self)
-        part.rows, part.labels = self.rows[indices], self.labels[indices]
+        part.rows, part.labels, part.corrupt = self.rows[indices], self.labels[indices], {}
         return part
 
 
@@ -185,8 +255,12 @@ def limit(images: Images, n: int, seed: int | None = None) -> Images:
     """The first n images, or n drawn at random with `seed`; all of them when there are fewer."""
     if n < 1:
         raise DwindleError(f"Cannot limit '{images.name}' to {n} images; give a positive number.")
+    if n >= len(images) and seed is None:
+        return images
     order = np.arange(len(images)) if seed is None else np.random.default_rng(seed).permutation(len(images))
-    return images.select(order[:n])
+    part = images.select(order[:n])
+    part.where = f"{'the first' if seed is None else 'some'} {len(part)} images of {images.where}"
+    return part
 
 
 def hold_out(images: Images, share: float, seed: int = 0) -> tuple[Images, Images]:
@@ -202,11 +276,53 @@ def hold_out(images: Images, share: float, seed: int = 0) -> tuple[Images, Image
     # Evenly spaced along the classes laid end to end, so that classes of one image are sampled fairly too.
     held = np.zeros(n, dtype=bool)
     held[by_class[((np.arange(count) + rng.random()) * n / count).astype(np.int64)]] = True
-    return images.select(np.flatnonzero(~held)), images.select(np.flatnonzero(held))
+    parts = images.select(np.flatnonzero(~held)), images.select(np.flatnonzero(held))
+    whole = images.where.removeprefix("all of ")
+    parts[0].where, parts[1].where = f"the rest of {whole}", f"{100 * share:g}% held out of {whole} by seed {seed}"
+    return parts
+
+
+def matched(images: Images, names: list[str] | None, count: int, owner: str = "the model") -> Images:
+    """The images of the classes that are among `count`, perhaps with names, of a model's; labelled by its numbers."""
+    high = int(images.labels.max(initial=-1))
+    check_labels(images.labels, high + 1)
+    if high >= images.num_classes:
+        raise DwindleError(
+            f"'{images.name}' holds label {high}, but names {images.num_classes} classes; complete them."
+        )
+    found = match(images.classes, images.num_classes, names, count, named=images.name, owner=owner)
+    part = relabelled(images, found)
+    part = part.select(np.flatnonzero(part.labels >= 0))
+    if len(images) and not len(part):
+        raise DwindleError(
+            f"'{images.name}' has no image of a class that {owner} has too ({found.told()}); give other images."
+        )
+    part.classes, part.num_classes = names or (images.classes if found.same else None), count
+    part.match = dataclasses.replace(found, left_out=len(images) - len(part))
+    return part
+
+
+def relabelled(images: Images, found: Match) -> Images:
+    """All of them; -1 labels those of classes that have no number."""
+    part = images.select(slice(None))
+    part.labels = np.where(images.labels < 0, -1, found.numbers[images.labels])
+    return part
+
+
+def in_order(images: Images, names: list[str]) -> Images:
+    """Numbered as a head does whose classes have these names, in another order; without names of their own by these."""
+    if images.classes is None:
+        part = images.select(slice(None))
+        part.classes = names
+        return part
+    found = by_name(images.classes, names)
+    part = relabelled(images, found)
+    part.classes = [images.classes[i] for i in np.argsort(found.numbers)]
+    return part
 
 
 def check_labels(labels: Any, num_classes: int) -> None:
-    """Refuse labels that a head of `num_classes` outputs cannot have."""
+    """Refuse labels beyond `num_classes`."""
     labels = np.asarray(labels)
     low, high = int(labels.min(initial=0)), int(labels.max(initial=0))
     if low < 0:
@@ -249,58 +365,25 @@ def _open_folder(folder: Path, split: str, name: str, memory: int) -> Images:
     for at in (folder, folder / "data"):
         if shards := sorted(p for p in at.glob("*.parquet") if not p.name.startswith(".")):
             return _open_parquet(shards, split, name, memory)
-    return _open_classes(folder, split, name)
-
-
-def _pick(split: str, there: list[str], name: str) -> str:
-    """The split asked for, or for an evaluation word whichever of its synonyms exists."""
-    for word in (split, *(EVALUATION if split in EVALUATION else ())):
-        if word in there:
-            return word
-    raise DwindleError(f"'{name}' has no split '{split}', it has {', '.join(there)}; ask for one of these.")
+    found = class_folders(folder, split, name)
+    names = np.array(
+        [os.fsencode(name) for name in found.names]
+    )  # one buffer: workers would come to copy a list of str
+    source = partial(from_file, found.root, names)
+    return Images(name, source, np.array(found.labels), [*map(shown, found.classes)], found.split, found.splits)
 
 
 def _open_cifar(root: Path, split: str, name: str) -> Images:
     from torchvision.datasets import CIFAR100  # verifies checksums before it unpickles
 
-    train = _pick(split, ["train", "test"], name) == "train"
+    splits = ["train", "test"]
+    chosen = pick(split, splits, name)
     try:
-        data = CIFAR100(str(root), train=train)
+        data = CIFAR100(str(root), train=chosen == "train")
     except RuntimeError as error:
         raise DwindleError(f"CIFAR-100 in '{root}' is incomplete or altered; download it again.") from error
-    return Images(name, partial(_from_array, data.data), np.array(data.targets), list(data.classes))
-
-
-def _subfolders(folder: Path) -> list[str]:
-    return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
-
-
-def _open_classes(folder: Path, split: str, name: str) -> Images:
-    here = _subfolders(folder)
-    splits = [s for s in here if s in SPLITS]
-    # A class may be called "train" too: a split holds class folders, or stands among nothing but splits.
-    if splits and (splits == here or any(_subfolders(folder / s) for s in splits)):
-        part = folder / _pick(split, splits, name)
-        # Labels are numbered by the training folders, so that a class missing from evaluation shifts nothing.
-        classes = _subfolders(folder / "train") if "train" in splits else _subfolders(part)
-        if extra := set(_subfolders(part)) - set(classes):
-            raise DwindleError(f"'{part}' has classes that 'train' lacks: {', '.join(sorted(extra)[:5])}; rename them.")
-    elif split in SPLITS:
-        part, classes = folder, here
-    else:
-        raise unknown("split", split, SPLITS)
-    paths: list[str] = []
-    labels: list[int] = []
-    for label, word in enumerate(classes):
-        for at, folders, files in os.walk(part / word, followlinks=True):
-            folders[:] = sorted(f for f in folders if not f.startswith("."))
-            found = sorted(f for f in files if f.lower().endswith(EXTENSIONS) and not f.startswith("."))
-            paths += [os.path.relpath(os.path.join(at, f), part) for f in found]
-            labels += [label] * len(found)
-    if not paths:
-        raise DwindleError(f"'{part}' holds no images in class folders; {FORMS}")
-    names = np.array([os.fsencode(p) for p in paths])  # one buffer: workers would come to copy a list of str
-    return Images(name, partial(from_file, part, names), np.array(labels), classes)
+    source = partial(_from_array, data.data)
+    return Images(name, source, np.array(data.targets), list(data.classes), chosen, splits)
 
 
 @contextmanager
@@ -338,7 +421,8 @@ def _open_parquet(shards: list[Path], split: str, name: str, memory: int) -> Ima
     splits: dict[str, list[Path]] = {}
     for path in shards:
         splits.setdefault(path.stem.split("-")[0], []).append(path)
-    files = splits[_pick(split, list(splits), name)]
+    chosen = pick(split, list(splits), name)
+    files = splits[chosen]
     total = re.search(r"-of-(\d+)", files[0].stem)
     if total and int(total[1]) != len(files):
         raise DwindleError(f"'{name}' has {len(files)} of {int(total[1])} '{split}' shards; fetch the missing ones.")
@@ -351,7 +435,7 @@ def _open_parquet(shards: list[Path], split: str, name: str, memory: int) -> Ima
             raise DwindleError(f"Column '{label}' of '{path}' has rows without a label; fill or remove them.")
         parts.append(column.to_numpy())
     source = Parquet(files, image, memory)
-    return Images(name, source, np.concatenate(parts), classes or _classes_beside(files[0].parent))
+    return Images(name, source, np.concatenate(parts), classes or _classes_beside(files[0].parent), chosen, splits)
 
 
 def _classes_beside(folder: Path) -> list[str] | None:
@@ -372,7 +456,8 @@ def _open_hub(name: str, split: str) -> Images:
         need = 'was taken for a Hub id, which needs: pip install "dwindle[hub]"'
         raise DwindleError(f"'{name}' is no folder here; it {need}.") from error
     try:
-        chosen = _pick(split, list(datasets.get_dataset_split_names(name)), name)
+        splits = list(datasets.get_dataset_split_names(name))
+        chosen = pick(split, splits, name)
         rows = datasets.load_dataset(name, split=chosen)
     except DwindleError:
         raise
@@ -380,4 +465,4 @@ def _open_hub(name: str, split: str) -> Images:
         raise DwindleError(f"Cannot open '{name}' from the Hub: {error}; check the id and the connection.") from error
     image, label, classes = _columns(rows.features.arrow_schema, name)
     raw = rows.cast_column(image, datasets.Image(decode=False))
-    return Images(name, partial(_from_hub, raw, image, name), np.asarray(rows[label][:]), classes)
+    return Images(name, partial(_from_hub, raw, image, name), np.asarray(rows[label][:]), classes, chosen, splits)

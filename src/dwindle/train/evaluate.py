@@ -15,28 +15,11 @@ from .. import ranks
 from ..cost import bisected, budget_share
 from ..dtypes import dtype_of
 from ..errors import DwindleError
-from ..images import preprocess_of
 from ..model import AdaptiveViT, Output
 from ..prepared import Prepared, quickest
-from .data import Images, check_labels, limit, open_data
 from .heap import kept_pages
 
 Batches = Iterable[tuple[Tensor, Tensor]]
-
-
-def evaluation_images(
-    model: AdaptiveViT, data: str, count: int | None = None, *, seed: int | None = None, labelled: bool = True
-) -> Images:
-    """A data set's evaluation images as the model takes them: the first `count`, or so many drawn with `seed`.
-
-    labelled: classes that the model does not know are refused.
-    """
-    images = open_data(data, "test")
-    images = limit(images, count, seed) if count else images
-    if labelled:
-        check_labels(images.labels, model.backbone.shape.classes)
-    images.transform = preprocess_of(model).eval_transform()
-    return images
 
 
 def evaluate(

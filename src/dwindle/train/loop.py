@@ -19,28 +19,33 @@ import torch
 from torch import Tensor, nn
 
 from .. import ranks
-from ..backbones.base import backbone_of
 from ..card import write_card
 from ..checkpoint import load_halting, save
+from ..classes import by_name
 from ..cost import budget_share
 from ..errors import DwindleError
+from ..files import write_text
 from ..images import Preprocess
 from ..methods import Method
 from ..methods.static import Static
 from ..model import AdaptiveViT, adapt
-from .batches import CROP_PCT, Resident, loader, mix
-from .build import build_vit, parameter_groups
-from .data import Images, check_labels, open_data
+from .augment import Augment
+from .batches import CROP_PCT, RESAMPLED, Resident, loader
+from .build import build_vit, parameter_groups, teacher_classes, weights_classes
+from .data import Images, check_labels, in_order, matched
 from .data import limit as first
+from .draws import mix
 from .evaluate import calibrate, evaluate
 from .heap import kept_pages
 from .recipe import Recipe
+from .sets import training_and_evaluation
 from .state import Claim, random_state, read_state, restore_random, write_metrics, write_state
 from .step import WORTH_COMPILING, Step, full_state, load_full_state, shard
 from .teaching import Answers, kept_answers
 
 log = logging.getLogger("dwindle")
 PATIENCE = 60.0  # seconds after which an epoch is saved whatever `save_every` says: it is for epochs of seconds
+CORRUPT = "corrupt.jsonl"
 LARGE = 10_000  # training images; fewer are learnt by heart
 
 
@@ -71,16 +76,14 @@ class Run:
         recipe.check()
         self.halves = recipe.halves(self.device)
         self.claim = Claim(self.out, resume)
-        self.train_images = train_images or open_data(data, "train")
-        self.eval_images = eval_images or open_data(eval_data or data, "test")
-        if limit is not None:
-            self.train_images, self.eval_images = first(self.train_images, limit), first(self.eval_images, limit)
+        self._open(eval_data, limit, train_images, eval_images)
         seed_everything(recipe.seed)
         vit = build_vit(recipe, self.train_images.num_classes)
+        if not self.head_fits:
+            vit.reset_classifier(self.train_images.num_classes)
         self.preprocess = whole_if_small(Preprocess.of(vit), self.train_images)
-        for images in (self.train_images, self.eval_images):
-            check_labels(images.labels, vit.num_classes)
         method = recipe.make_method()
+        self.taught_classes: Tensor | None = None  # the numbers that the teacher knows the data's classes by
         self.teacher = self._teacher(vit, method)
         self.model = adapt(vit, method).to(self.device)
         patch = self.model.backbone.shape.patch
@@ -91,7 +94,7 @@ class Run:
             )
         if recipe.freeze_backbone:
             self.model.vit.requires_grad_(False)
-        self.resident = resident or self._resident()
+        self.resident = self._decoded(resident)
         self.batch = min(recipe.batch, len(self.train_images) // ranks.world())  # of this process
         if recipe.mixup or recipe.cutmix:
             self.batch -= self.batch % 2  # images are mixed in pairs
@@ -110,7 +113,8 @@ class Run:
         self.optimizer = torch.optim.AdamW(parameter_groups(self.model, recipe), lr=recipe.lr, fused=fused)
         self.schedule = self._schedule()
         answers = answers if self.resident else None
-        self.learn = Step(self.model, self.teacher, recipe, self.device, kept_answers(recipe, answers))
+        kept = kept_answers(recipe, answers)
+        self.learn = Step(self.model, self.teacher, recipe, self.device, kept, self.taught_classes)
         if self._worth_compiling():
             self.learn.compile()
         self.epoch, self.step = 0, 0
@@ -121,6 +125,28 @@ class Run:
             torch.manual_seed(mix(recipe.seed, ranks.rank()))
         if resume:
             self._restore()
+
+    def _open(
+        self, eval_data: str | None, limit: int | None, train_images: Images | None, eval_images: Images | None
+    ) -> None:
+        """The images, numbered as the weights' head numbers its classes where it has the same (`head_fits`)."""
+        self.holdout: dict[str, Any] = {}
+        train, held, data = train_images, eval_images, self.data["train"]
+        if train is None or held is None:
+            opened = training_and_evaluation(data, eval_data, self.recipe.holdout)
+            train, held, self.holdout = train or opened[0], held or opened[1], opened[2]
+        check_labels(train.labels, train.num_classes)
+        if held.classes != train.classes or (eval_data not in (None, data) and train.classes is None):
+            held = matched(held, train.classes, train.num_classes, "the training data")
+        check_labels(held.labels, train.num_classes)
+        known = weights_classes(self.recipe, train)
+        self.head_fits = known is None or train.classes is None or by_name(train.classes, known).both == len(known)
+        if known is not None and self.head_fits:
+            train, held = in_order(train, known), in_order(held, known)
+        for images in (train, held):
+            images.skip = self.recipe.skip_corrupt
+        parts = (train, held) if limit is None else (first(train, limit), first(held, limit))
+        self.train_images, self.eval_images = parts
 
     def _worth_compiling(self) -> bool:
         if self.recipe.compile is not None:
@@ -135,18 +161,30 @@ class Run:
         named = self.recipe.teacher
         if named is None:
             return None
-        try:
-            taught = copy.deepcopy(vit) if named == "static" else load_halting(named).unwrap()
-        except DwindleError as error:
-            raise DwindleError(f"teacher = {named}: {error}") from error
+        if named == "static":
+            if not self.head_fits:
+                raise DwindleError(
+                    f"teacher = static: the head of {self.recipe.weights} has other classes than the data, so it "
+                    "begins anew and has nothing to teach; train without a teacher first."
+                )
+            taught: Any = copy.deepcopy(vit)
+        else:
+            try:
+                model = load_halting(named)
+            except DwindleError as error:
+                raise DwindleError(f"teacher = {named}: {error}") from error
+            self.taught_classes = teacher_classes(model, self.train_images, named, self.device)
+            taught = model.unwrap()
         teacher = adapt(taught, Static(attention=method.asks_attention))
-        if teacher.backbone.shape.classes != backbone_of(vit).shape.classes:
-            raise DwindleError(
-                f"The teacher {named} knows {teacher.backbone.shape.classes} classes, the data has "
-                f"{backbone_of(vit).shape.classes}; take a teacher trained on this data."
-            )
         teacher.checks = False
         return teacher.eval().requires_grad_(False).to(self.device)
+
+    def _decoded(self, before: dict[str, Resident] | None) -> dict[str, Resident] | None:
+        """Images that lie decoded on the device, by an earlier run or this one."""
+        found = before or self._resident()
+        for images, store in zip(self._images(), (found or {}).values()):
+            images.corrupt |= store.corrupt
+        return found
 
     def _resident(self) -> dict[str, Resident] | None:
         recipe = self.recipe
@@ -154,10 +192,13 @@ class Run:
         wanted = recipe.resident if recipe.resident is not None else self.device.type == "cuda" and small
         if not wanted:
             return None
-        size = self.preprocess.size
+        pre = self.preprocess
+        if recipe.resident is None and pre.interpolation not in RESAMPLED:
+            return None
+        settings: dict[str, Any] = {"crop_pct": pre.crop_pct, "interpolation": pre.interpolation}
         return {
-            "train": Resident(self.train_images, size, self.device),
-            "eval": Resident(self.eval_images, size, self.device),
+            "train": Resident(self.train_images, pre.size, self.device, **settings, replace=True),
+            "eval": Resident(self.eval_images, pre.size, self.device, **settings),
         }
 
     def _schedule(self) -> Any:
@@ -198,6 +239,8 @@ class Run:
         images = self.train_images if train else self.eval_images
         batch = self.batch if train else 128
         part = (ranks.rank(), ranks.world())
+        how: dict[str, Any] = {"min_scale": recipe.min_scale, "jitter": recipe.jitter, "erase": recipe.erase}
+        how["randaugment"] = recipe.augment
         if alike:
             batch, part = batch * ranks.world(), (0, 1)
         if self.resident:
@@ -209,18 +252,13 @@ class Run:
                 epoch,
                 pre.mean,
                 pre.std,
-                min_scale=recipe.min_scale,
-                jitter=recipe.jitter,
+                **how,
                 dtype=torch.bfloat16 if train and self.halves else torch.float32,
                 part=part,
                 compiled=self.learn.bare.compiled,
             )
-        images.transform = (
-            pre.train_transform(randaugment=recipe.augment, min_scale=recipe.min_scale)
-            if train
-            else pre.eval_transform()
-        )
-        ready = loader(images, batch, train, recipe.workers, recipe.seed, *part)
+        images.transform = pre.eval_transform()
+        ready = loader(images, batch, train, recipe.workers, recipe.seed, *part, Augment.of(pre, **how))
         ready.set_epoch(epoch)
         return ready
 
@@ -344,15 +382,19 @@ class Run:
             "classes": self.train_images.classes,
             "data": self.data,
             "recipe": dataclasses.asdict(self.recipe) | {"weights": Path(self.recipe.weights or "none").name},
-            "results": self.history[-1],
+            "holdout": self.holdout,
+            "results": self.history[-1] | self.eval_images.about(),
         }
         weights = full_state(self.model) if self.sharded else self.model.state_dict()
         moments = full_state(self.model, self.optimizer) if self.sharded else self.optimizer.state_dict()
         randoms = ranks.gathered(random_state(self.device))
+        corrupt = ranks.gathered({why: name for images in self._images() for name, why in images.corrupt_files()})
         if ranks.rank():
             return ranks.wait()
         save(self.best_model, self.out, extra=extra, weights=weights if self.sharded else None)
         write_card(self.out)
+        if any(corrupt):
+            note_corrupt(self.out, {why: name for found in corrupt for why, name in found.items()})
         self.noted = write_metrics(self.out, self.history, self.noted)
         state = {
             "epoch": self.epoch,
@@ -361,16 +403,22 @@ class Run:
             "average": self.average.module.state_dict() if self.average else None,
             "optimizer": moments,
             "history": self.history,
+            "classes": self.train_images.classes,
             "given": json.dumps(self.given),
             "random": randoms,
         }
         write_state(self.out, state)
         ranks.wait()
 
+    def _images(self) -> tuple[Images, Images]:
+        return self.train_images, self.eval_images
+
     def _restore(self) -> None:
         state = read_state(self.out, self.given, self.recipe)
         self.epoch, self.step, self.history = state["epoch"], state["step"], state["history"]
         self.noted = len(self.history)
+        if state.get("classes", self.train_images.classes) != self.train_images.classes:
+            raise DwindleError(f"The classes of the data are not those {self.out} began with; resume with these.")
         randoms = state["random"]
         if len(randoms) != ranks.world():
             raise DwindleError(f"{self.out} was started by {len(randoms)} processes; resume with as many.")
@@ -393,8 +441,17 @@ class Run:
 
 def whole_if_small(wanted: Preprocess, images: Images) -> Preprocess:
     """Images below the model's size are enlarged whole: of those nothing is to be cut off."""
-    small = min(images.image(0).size) < wanted.size
+    small = min(images.sample().size) < wanted.size
     return dataclasses.replace(wanted, crop_pct=1.0 if small else CROP_PCT)
+
+
+def note_corrupt(out: Path, found: dict[str, str]) -> None:
+    """corrupt.jsonl: the images that were skipped, those of before a kill too. found: their names by what is wrong."""
+    path = out / CORRUPT
+    if path.exists():
+        before = map(json.loads, path.read_text("utf-8").splitlines())
+        found = {line["reason"]: line["image"] for line in before} | found
+    write_text(path, "".join(json.dumps({"image": found[why], "reason": why}) + "\n" for why in sorted(found)))
 
 
 def seed_everything(seed: int) -> None:

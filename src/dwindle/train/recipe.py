@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -16,7 +16,8 @@ from ..methods import Method
 from ..methods.base import require
 from ..model import DISTILLATIONS
 from ..ops.half import halves
-from ..settings import Above0, AtLeast0, Batch, ImageSize, Seed, Share, Whole0, Whole1, Workers, check_fields
+from ..settings import Above0, AtLeast0, Batch, ImageSize, Seed, Share, Whole0, Whole1, Within, Workers, check_fields
+from .augment import planner
 
 Layout = Literal["masked", "packed"]
 Parallel = Literal["ddp", "fsdp"]
@@ -56,16 +57,19 @@ class Recipe:
     label_weight: AtLeast0 = 1.0  # of the cross-entropy with the labels
 
     resident: bool | None = None  # data on the device as uint8; None: on a GPU, when it fits
-    augment: str | None = "rand-m9-mstd0.5-inc1"
+    augment: str | None = "rand-m9-mstd0.5-inc1"  # timm's name of a RandAugment
     min_scale: Share = 0.08
-    jitter: Share = 0.0
+    jitter: Share = 0.0  # of brightness, contrast and saturation
+    erase: Share = 0.25  # share of the images of which a rectangle is erased
     mixup: AtLeast0 = 0.0  # alpha of timm's Mixup and CutMix
     cutmix: AtLeast0 = 0.0
     mix_prob: Share = 1.0  # share of the batches that are mixed
     views: Whole0 = 0  # epochs after which batches come again as they were, so that a teacher is asked once; 0: never
+    skip_corrupt: bool = False  # images that cannot be read: others of their class in their place
     workers: Workers = 2
     seed: Seed = 0
     eval_every: Whole1 = 1  # epochs
+    holdout: Annotated[float, Within(0, 1, under=True)] = 0.1  # of the images, to evaluate on where there are no others
     save_every: Whole1 = 1  # epochs; what a kill may cost, if they take less than a minute together
 
     def halves(self, device: torch.device) -> bool:
@@ -86,6 +90,7 @@ class Recipe:
         if self.augment is not None:
             named = self.augment.startswith("rand")
             require(named, f"augment = {self.augment}", "it names timm's RandAugment, such as rand-m9-mstd0.5-inc1")
+            planner(self.augment, 224, (0.5, 0.5, 0.5), "bicubic")
 
     def runner(self) -> Any:
         """What trains it."""

@@ -22,11 +22,12 @@ from ..cost import budget_share
 from ..errors import DwindleError
 from ..files import check_folder, write_text
 from ..methods import Method
-from .batches import mix
-from .data import Images, hold_out, open_data
+from .data import Images, hold_out
 from .data import limit as draw
+from .draws import mix
 from .loop import Run
 from .recipe import Recipe, changed
+from .sets import training_images
 from .state import STATE, defaults, differing
 
 if TYPE_CHECKING:
@@ -67,10 +68,15 @@ def search(
     optuna = _optuna()
     space, folder = dict(SPACE if space is None else space), Path(out)
     _check(recipe, space, trials, budget_weight)
-    images = open_data(data, "train")
+    images = training_images(data, recipe.holdout)[0]  # without what the model will be evaluated on
     parts = hold_out(images if limit is None else draw(images, limit, seed), holdout, seed)
     given = dataclasses.asdict(recipe) | {"data": data, "space": space, "holdout": holdout, "budget": budget}
-    given |= {"budget_weight": budget_weight, "limit": limit, "search seed": seed}
+    given |= {
+        "kept for evaluation": recipe.holdout,
+        "budget_weight": budget_weight,
+        "limit": limit,
+        "search seed": seed,
+    }
     study = _study(folder, given, recipe)
     while sum(trial.state.is_finished() for trial in study.trials) < trials:
         trial = _next_trial(study, recipe, space, seed)

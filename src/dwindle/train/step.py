@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import ranks
 from ..model import AdaptiveViT
 from ..ops.half import autocast
-from .batches import seeded
+from .draws import seeded
 from .recipe import Recipe
 from .record import Recorded, record
 from .teaching import Answers, Teacher, fast
@@ -58,10 +58,12 @@ class Step:
         recipe: Recipe,
         device: torch.device,
         answers: Answers | None = None,
+        classes: Tensor | None = None,
     ) -> None:
-        """answers: what the teacher said to an earlier run on the same batches, or where to leave it."""
+        """answers: what the teacher said to an earlier run on the same batches, or where to leave it. classes: which of
+        its answers count, in the order of the data's classes."""
         self.model, self.recipe, self.device = model, recipe, device
-        self.teacher = None if teacher is None else Teacher(teacher, model.method, recipe, device, answers)
+        self.teacher = None if teacher is None else Teacher(teacher, model.method, recipe, device, answers, classes)
         self.bare = Lesson(model, self.teacher, recipe, device)
         # FSDP's parameters were sharded before the optimiser was made.
         exchanged = ranks.together() and recipe.parallel == "ddp"

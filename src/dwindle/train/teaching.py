@@ -63,9 +63,16 @@ class Teacher:
     """`teacher(x, step)`: its answers to a batch, and what else the method's losses read, by name."""
 
     def __init__(
-        self, model: AdaptiveViT, method: Method, recipe: Recipe, device: torch.device, answers: Answers | None = None
+        self,
+        model: AdaptiveViT,
+        method: Method,
+        recipe: Recipe,
+        device: torch.device,
+        answers: Answers | None = None,
+        classes: Tensor | None = None,
     ) -> None:
-        self.model, self.device, self.answers = model, device, answers
+        """classes: the numbers that it knows the data's classes by, where they are others."""
+        self.model, self.device, self.answers, self.classes = model, device, answers, classes
         self.halves, self.parts = recipe.halves(device), recipe.accumulate
         asked = {"attention": method.asks_attention, "features": method.asks_features}
         self.names = ("logits", *(name for name, wanted in asked.items() if wanted))
@@ -94,7 +101,7 @@ class Teacher:
     def _ask_part(self, x: Tensor) -> dict[str, Tensor]:
         with autocast(self.device, self.halves), fast(self.model, self.compiled):
             out = self.model(x, layout="masked")
-        said = {"logits": out.logits}
+        said = {"logits": out.logits if self.classes is None else out.logits[:, self.classes]}
         if "attention" in self.names:
             said["attention"] = out.trace.stack("attention").mean(0)
         if "features" in self.names:
