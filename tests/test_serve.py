@@ -733,6 +733,36 @@ def test_bodies_are_bounded_as_a_whole(monkeypatch):
     assert all_of_them.held == 0 and not all_of_them.coming
 
 
+def test_a_body_given_up_is_not_taken_for_whole_when_its_end_comes(monkeypatch):
+    monkeypatch.setattr(bodies, "SLOW", 0.0)
+
+    async def both() -> list:
+        all_of_them, ready = Bodies(Limits(bodies=1000)), asyncio.Event()
+
+        class Late(Coming):
+            async def stream(self):
+                yield b"a" * 600
+                await ready.wait()
+                yield b"b"
+
+        class Quick(Coming):
+            async def stream(self):
+                ready.set()  # in the same turn of the loop as the other is given up
+                yield b"c" * 900
+
+        async def read(coming: Coming) -> bytes:
+            async with all_of_them.read(coming, 10_000) as body:
+                return bytes(body)
+
+        late = asyncio.ensure_future(read(Late()))
+        await asyncio.sleep(0.05)
+        return await asyncio.gather(late, read(Quick()), return_exceptions=True)
+
+    late, quick = asyncio.run(both())
+    assert isinstance(late, Refused) and late.status == 503
+    assert len(quick) == 900
+
+
 LONG = base64.b64encode(bytes(range(256)) * 8).decode()
 
 
