@@ -20,6 +20,7 @@ import tracemalloc
 import weakref
 import zlib
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ from dwindle.serve import bodies, pictures
 from dwindle.serve.app import create_app
 from dwindle.serve.batching import Batcher, Job
 from dwindle.serve.bodies import Bodies, parsed
-from dwindle.serve.connection import served_by
+from dwindle.serve.connection import Connections, served_by
 from dwindle.serve.guard import HEADERS, Hosts
 from dwindle.serve.limits import Limits, Refused, authorised, checked_token
 from dwindle.serve.metrics import Metrics
@@ -638,6 +639,23 @@ def test_a_client_that_takes_no_answer_is_left(served):
                 gone = True
         assert gone
         greedy.close()
+
+
+def test_nothing_stays_of_a_connection_that_is_closed(served):
+    limits = Limits(connections=8, body_patience=0.3, head_seconds=0.3, idle_seconds=0.3)
+    connections = Connections(limits, lambda why: None)
+    with (
+        mock.patch("dwindle.serve.connection.Connections", lambda *given: connections),
+        running(served, limits) as port,
+    ):
+        for begin in (b"", b"GET", GET + b"\r\n", POST + b"Content-Length: 9\r\n\r\n", b"\x00", whole(picture())) * 3:
+            connect(port, begin)
+        time.sleep(0.2)
+        assert len(connections.open) <= limits.connections
+        end = time.monotonic() + 5
+        while connections.open and time.monotonic() < end:
+            time.sleep(0.05)
+    assert not connections.open and not connections.waited_for
 
 
 def test_time_counts_from_the_first_byte(slow):
