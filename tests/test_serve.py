@@ -20,6 +20,7 @@ import tracemalloc
 import weakref
 import zlib
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ from dwindle.serve import bodies, pictures
 from dwindle.serve.app import create_app
 from dwindle.serve.batching import Batcher, Job
 from dwindle.serve.bodies import Bodies, parsed
-from dwindle.serve.connection import served_by
+from dwindle.serve.connection import Connections, served_by
 from dwindle.serve.guard import HEADERS, Hosts
 from dwindle.serve.limits import Limits, Refused, authorised, checked_token
 from dwindle.serve.metrics import Metrics
@@ -640,6 +641,23 @@ def test_a_client_that_takes_no_answer_is_left(served):
         greedy.close()
 
 
+def test_nothing_stays_of_a_connection_that_is_closed(served):
+    limits = Limits(connections=8, body_patience=0.3, head_seconds=0.3, idle_seconds=0.3)
+    connections = Connections(limits, lambda why: None)
+    with (
+        mock.patch("dwindle.serve.connection.Connections", lambda *given: connections),
+        running(served, limits) as port,
+    ):
+        for begin in (b"", b"GET", GET + b"\r\n", POST + b"Content-Length: 9\r\n\r\n", b"\x00", whole(picture())) * 3:
+            connect(port, begin)
+        time.sleep(0.2)
+        assert len(connections.open) <= limits.connections
+        end = time.monotonic() + 5
+        while connections.open and time.monotonic() < end:
+            time.sleep(0.05)
+    assert not connections.open and not connections.waited_for
+
+
 def test_time_counts_from_the_first_byte(slow):
     """A body in three parts over half of the time leaves the model the other half."""
     with running([slow], Limits(seconds=1.0)) as port:
@@ -731,6 +749,36 @@ def test_bodies_are_bounded_as_a_whole(monkeypatch):
     assert quick == 900
     assert isinstance(late, Refused) and late.status == 503 and late.retry_after
     assert all_of_them.held == 0 and not all_of_them.coming
+
+
+def test_a_body_given_up_is_not_taken_for_whole_when_its_end_comes(monkeypatch):
+    monkeypatch.setattr(bodies, "SLOW", 0.0)
+
+    async def both() -> list:
+        all_of_them, ready = Bodies(Limits(bodies=1000)), asyncio.Event()
+
+        class Late(Coming):
+            async def stream(self):
+                yield b"a" * 600
+                await ready.wait()
+                yield b"b"
+
+        class Quick(Coming):
+            async def stream(self):
+                ready.set()  # in the same turn of the loop as the other is given up
+                yield b"c" * 900
+
+        async def read(coming: Coming) -> bytes:
+            async with all_of_them.read(coming, 10_000) as body:
+                return bytes(body)
+
+        late = asyncio.ensure_future(read(Late()))
+        await asyncio.sleep(0.05)
+        return await asyncio.gather(late, read(Quick()), return_exceptions=True)
+
+    late, quick = asyncio.run(both())
+    assert isinstance(late, Refused) and late.status == 503
+    assert len(quick) == 900
 
 
 LONG = base64.b64encode(bytes(range(256)) * 8).decode()

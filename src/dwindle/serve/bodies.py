@@ -25,6 +25,7 @@ class Body:
         self.data, self.size = bytearray(), 0
         self.began = time.monotonic()
         self.patience = asyncio.timeout(None)
+        self.given_up = False
 
 
 class Bodies:
@@ -57,6 +58,8 @@ class Bodies:
             async with body.patience:
                 self.coming[body] = None
                 async for chunk in request.stream():
+                    if body.given_up:  # the chunk was there before it was told
+                        raise TimeoutError
                     if len(body.data) + len(chunk) > most:
                         raise too_much
                     self._make_room(body, len(chunk))
@@ -78,6 +81,7 @@ class Bodies:
             if slow is None:
                 raise Refused(503, "The server has too much to read at once; try again shortly.", 1)
             self.coming.pop(slow)
+            slow.given_up = True
             slow.patience.reschedule(asyncio.get_running_loop().time())
             self.held -= slow.size
             slow.data, slow.size = bytearray(), 0

@@ -57,6 +57,7 @@ class Connections:
 
     def add(self, connection: Connection) -> None:
         self.open.add(connection)
+        self.wait_for(connection)
         if self.timer is None:
             self.timer = connection.loop.call_later(SWEEP, self.sweep, connection.loop)
         if len(self.open) > self.limits.connections:
@@ -69,7 +70,8 @@ class Connections:
 
     def wait_for(self, connection: Connection) -> None:
         self.forget(connection)
-        self.waited_for.setdefault(connection.peer, {})[connection] = None
+        if connection in self.open:
+            self.waited_for.setdefault(connection.peer, {})[connection] = None
 
     def forget(self, connection: Connection) -> None:
         if waited_for := self.waited_for.get(connection.peer):
@@ -104,7 +106,6 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, Lingering(self, transport)))
         self.peer = _peer(self.client)
-        self._enter(Phase.IDLE)
         self.all.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -142,7 +143,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         ahead = len(self.pipeline) + self._answering()
-        self._check(ahead < self.limits.pipelined, Refused(429, "Too many requests before an answer.", 1))
+        if ahead >= self.limits.pipelined:
+            self._stop(Refused(429, "Too many requests before an answer.", 1))
         self.scope["state"] |= {"arrived": self.arrived, "gone": self.transport.is_closing}
         super().on_headers_complete()
         if self.parser.should_upgrade():  # to nothing that is spoken here; the parser reads no further
@@ -151,7 +153,8 @@ class Connection(HttpToolsProtocol):
 
     def on_chunk_header(self) -> None:
         self.chunks += 1
-        self._check(self.chunks <= 1000 + self.body // CHUNK, Refused(400, "The chunks of the body are too small."))
+        if self.chunks > 1000 + self.body // CHUNK:
+            self._stop(Refused(400, "The chunks of the body are too small; send larger ones."))
 
     def on_body(self, body: bytes) -> None:
         self.body += len(body)
@@ -226,7 +229,7 @@ class Connection(HttpToolsProtocol):
         limits = self.limits
         if self.stuck is not None:
             return self.stuck + limits.taking_seconds
-        if self.phase is Phase.OURS or (self._answering() and self.phase is not Phase.BODY):
+        if self.phase is Phase.OURS or (self._answering() and self.phase in (Phase.IDLE, Phase.HEAD)):
             return float("inf")  # the answer has its own limit
         return (
             self.since
@@ -256,18 +259,18 @@ class Connection(HttpToolsProtocol):
 
     def _count(self, size: int) -> None:
         self.told += size
-        self._check(self.told <= self.limits.head_bytes and self.fields <= self.limits.head_fields, self._too_long())
+        if self.told > self.limits.head_bytes or self.fields > self.limits.head_fields:
+            self._stop(self._too_long())
 
     def _too_long(self) -> Refused:
         most = f"{self.limits.head_bytes} bytes or {self.limits.head_fields} headers"
         return Refused(431, f"The request line and headers have more than the {most} allowed; send less.")
 
-    def _check(self, held: bool, refusal: Refused) -> None:
+    def _stop(self, refusal: Refused) -> None:
         """In a call of the parser's, which ends its work when an exception comes through."""
-        if not held:
-            self.refusal = refusal
-            self.all.dropped("malformed")
-            raise refusal
+        self.refusal = refusal
+        self.all.dropped("malformed")
+        raise refusal
 
 
 class Lingering:
