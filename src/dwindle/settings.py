@@ -68,12 +68,12 @@ Budget = float | Word | None  # a share of the static cost, or GMACs, as '3.1G'
 # Sizes: what memory or time is taken for has an end, far beyond what anybody builds.
 Size = Annotated[int, Within(1, 1 << 16)]  # width, tokens, a side of an image
 Classes = Annotated[int, Within(1, 1 << 20)]
-Depth = Annotated[int, Within(1, 512)]  # blocks
+Depth = Annotated[int, Within(1, 256)]  # blocks
 ImageSize = Annotated[int, Within(1, 1 << 13)]
 Workers = Annotated[int, Within(0, 1 << 10)]
 Batch = Annotated[int, Within(1, 1 << 20)]
 Seed = Annotated[int, Within(0, (1 << 32) - 1)]
-Stages = Annotated[tuple[int, ...], Count(0, 512)]  # blocks by number
+Stages = Annotated[tuple[int, ...], Count(0, 256)]  # blocks by number
 
 
 class _Unfit(Exception):
