@@ -154,7 +154,7 @@ def _fit(value: Any, kind: Any, owner: str) -> Any:
     if origin is Annotated:
         value = _fit(value, args[0], owner)
         for bounds in args[1:]:
-            if not bounds.holds(value):
+            if isinstance(bounds, Within | Count) and not bounds.holds(value):
                 raise _Unfit(str(bounds), close=True)
         return value
     if origin in (Union, types.UnionType):
