@@ -87,7 +87,12 @@ def test_a_method_of_somebody_else(tmp_path):
     """Annotations that say more than is checked, or that cannot be read, refuse nothing that they allow."""
 
     class Odd(Method):
-        def __init__(self, each: Callable[[int], int] = abs, missing: int = None, rest: Mapping[str, int] = {}):  # noqa
+        def __init__(
+            self,
+            each: Callable[[int], int] = abs,
+            missing: Annotated[int, "a note"] = None,  # noqa: RUF013
+            rest: Mapping[str, int] = {},
+        ) -> None:
             super().__init__()
             self.each, self.missing, self.rest = each, missing, rest
 

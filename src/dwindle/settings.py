@@ -73,7 +73,7 @@ ImageSize = Annotated[int, Within(1, 1 << 13)]
 Workers = Annotated[int, Within(0, 1 << 10)]
 Batch = Annotated[int, Within(1, 1 << 20)]
 Seed = Annotated[int, Within(0, (1 << 32) - 1)]
-Stages = Annotated[tuple[int, ...], Count(0, 512)]  # blocks by number
+Stages = Annotated[tuple[int, ...], Count(0, 256)]  # blocks by number
 
 
 class _Unfit(Exception):
@@ -154,7 +154,7 @@ def _fit(value: Any, kind: Any, owner: str) -> Any:
     if origin is Annotated:
         value = _fit(value, args[0], owner)
         for bounds in args[1:]:
-            if not bounds.holds(value):
+            if isinstance(bounds, Within | Count) and not bounds.holds(value):
                 raise _Unfit(str(bounds), close=True)
         return value
     if origin in (Union, types.UnionType):

@@ -192,11 +192,11 @@ def load_policy(model: AdaPerceiver, path: str | Path) -> PolicyNetwork:
         said = (file.metadata() or {}).get("choices")
     try:
         choices = [(int(tokens), int(depth)) for tokens, depth in json.loads(said or "[]")]
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         choices = []
     if not choices:
         raise DwindleError(f"{path} holds no learned policy; take a file that dwindle policies --out wrote.")
-    if any(tokens not in model.tokens or depth > model.depth for tokens, depth in choices):
+    if any(tokens not in model.tokens or not 1 <= depth <= model.depth for tokens, depth in choices):
         raise DwindleError(
             f"{path} chooses (tokens, depth) among {choices}, and this network has tokens {model.tokens} and "
             f"{model.depth} blocks; learn a policy for it with dwindle policies --out."
