@@ -8,7 +8,7 @@ right without being known here. Only three things are caught while a block runs 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -280,7 +280,12 @@ class Backbone:
 def _compiled_run() -> Callable[[Backbone, nn.Module, Tokens], Tokens]:
     # A graph for each way tokens can come (whole, masked, gated, watched) and each size of batch: not for every block.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return torch.compile(Backbone._run, dynamic=False)
+    return torch.compile(Backbone._run, dynamic=False, options={"guard_filter_fn": _guarded})
+
+
+def _guarded(entries: Sequence[Any]) -> list[bool]:
+    """What makes a compiled block be compiled anew. Not which of our forwards it is: they are all the same one."""
+    return [getattr(entry.value, "func", None) is not _attention_forward for entry in entries]
 
 
 class _Run:
