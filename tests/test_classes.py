@@ -344,6 +344,10 @@ def test_the_held_out_are_those_of_every_run(tmp_path):
     assert evaluation_images(model, data).rows.tolist() == held.rows.tolist()
     assert len(evaluation_images(model, data, holdout=0)) == 40
     assert "trained on" in evaluation_images(model, data, holdout=0).where
+    assert "trained on" in evaluation_images(model, data, holdout=0.2).where
+    assert evaluation_images(model, data, holdout=0.1).rows.tolist() == held.rows.tolist()
+    for damaged in (5, [], {"share": "much"}, {"share": 0.5}, {"share": 2.0, "seed": 0}):
+        assert len(evaluation_images(small(2, {"classes": ["ant", "bee"], "holdout": damaged}), data)) == 40
     moved = str(tmp_path / "moved")
     os.rename(data, moved)
     assert evaluation_images(model, moved).rows.tolist() == held.rows.tolist()

@@ -57,7 +57,8 @@ class Augment:
         image = applied(self.plan(*key), image)
         x = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
         mean, std = (255 * torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
-        return finished(x, u, self.jitter, self.erase, mean, std, torch.float32, noise(self.size, "cpu"))[0]
+        erase = self.erase if u[0, ERASE.start] < self.erase else 0.0  # of one image it is known beforehand
+        return finished(x, u, self.jitter, erase, mean, std, torch.float32, noise(self.size, "cpu"))[0]
 
     def _cropped(self, image: Image.Image, u: Tensor) -> Image.Image:
         (x, y), (width, height) = (torch.stack(pair).flatten() for pair in boxes(u, self.min_scale, image.size))

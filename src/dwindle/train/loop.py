@@ -377,6 +377,9 @@ class Run:
 
     def _save(self) -> None:
         """The model first, then the state that vouches for it: a kill in between repeats this epoch's saving."""
+        for images in self._images():
+            for found in ranks.gathered(images.corrupt):
+                images.corrupt |= found
         extra = {
             "preprocess": self.preprocess.to_dict(),
             "classes": self.train_images.classes,
@@ -388,13 +391,12 @@ class Run:
         weights = full_state(self.model) if self.sharded else self.model.state_dict()
         moments = full_state(self.model, self.optimizer) if self.sharded else self.optimizer.state_dict()
         randoms = ranks.gathered(random_state(self.device))
-        corrupt = ranks.gathered({why: name for images in self._images() for name, why in images.corrupt_files()})
         if ranks.rank():
             return ranks.wait()
         save(self.best_model, self.out, extra=extra, weights=weights if self.sharded else None)
         write_card(self.out)
-        if any(corrupt):
-            note_corrupt(self.out, {why: name for found in corrupt for why, name in found.items()})
+        if skipped := {why: name for images in self._images() for name, why in images.corrupt_files()}:
+            note_corrupt(self.out, skipped)
         self.noted = write_metrics(self.out, self.history, self.noted)
         state = {
             "epoch": self.epoch,

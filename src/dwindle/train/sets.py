@@ -71,7 +71,7 @@ def evaluation_images(
 
 def parts_for(model: Any, data: str, eval_data: str | None = None) -> tuple[Images, Images]:
     """Training and evaluation images for a model that is trained, parted as they were then, labelled by its classes."""
-    share = (getattr(model, "extra", {}).get("holdout") or {}).get("share", SHARE)
+    share = _kept(model).get("share", SHARE)
     train, held, _ = training_and_evaluation(data, eval_data, share)
     names, count = known_classes(model), class_count(model)
     return matched(train, names, count), matched(held, names, count)
@@ -79,7 +79,7 @@ def parts_for(model: Any, data: str, eval_data: str | None = None) -> tuple[Imag
 
 def evaluation_part(model: Any, data: str, holdout: float | None = None) -> Images:
     """Of data that is not split what its training held out, or all of it."""
-    kept = getattr(model, "extra", {}).get("holdout") or {}
+    kept = _kept(model)
     try:
         images = open_data(data, "test")
     except NoSplit:
@@ -91,13 +91,22 @@ def evaluation_part(model: Any, data: str, holdout: float | None = None) -> Imag
             raise DwindleError(f"--holdout {holdout}: '{data}' has a {images.split} split; leave it out.")
         return images
     seen = bool(kept) and kept.get("of") == fingerprint(images)
-    if holdout is None and seen:
+    if seen and holdout in (None, kept["share"]):
         return hold_out(images, kept["share"], kept["seed"])[1]
-    if holdout:
-        return hold_out(images, holdout, SEED)[1]
+    part = hold_out(images, holdout, SEED)[1] if holdout else images
     if seen or _trained_on(model, data):
-        images.where += ", images it was trained on among them"
-    return images
+        part.where += ", images it was trained on among them"
+    return part
+
+
+def _kept(model: Any) -> dict[str, Any]:
+    """What the checkpoint says was held out."""
+    said = getattr(model, "extra", {}).get("holdout")
+    if not isinstance(said, dict):
+        return {}
+    share, seed = said.get("share"), said.get("seed")
+    fits = isinstance(share, float) and 0 < share < 1 and isinstance(seed, int) and seed >= 0
+    return said if fits else {}
 
 
 def _trained_on(model: Any, data: str) -> bool:
