@@ -29,7 +29,7 @@ from dwindle.predict import predict
 from dwindle.train.augment import DRAWS, Augment
 from dwindle.train.data import open_data
 
-SECONDS, MEMORY = 10, 1 << 30  # for one image, beside what the process has
+SECONDS, MEMORY = 10, 1 << 30  # of the CPU and beside what the process has, for one image
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
 SIZE = 64
 
@@ -52,7 +52,8 @@ def bounded(tries: Iterable[Try], tally: Any, together: int = 25) -> None:
                 told.append(ours.recv())
         status = os.waitpid(child, 0)[1]
         if len(told) < min(together, len(left)):
-            told.append(f"took {SECONDS} s" if os.WTERMSIG(status) == signal.SIGALRM else f"killed it: {status}")
+            late = os.WTERMSIG(status) in (signal.SIGALRM, signal.SIGPROF)
+            told.append("took too long" if late else f"killed it: {status}")
         for (name, _), what in zip(left, told):
             tally(not what, f"{name}: {what}")
         left = left[len(told) :]
@@ -64,7 +65,8 @@ def _tried(tries: list[Try], told: Any) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, held + MEMORY))
         warnings.simplefilter("ignore")
         for _, call in tries:
-            signal.alarm(SECONDS)
+            signal.alarm(6 * SECONDS)  # others compute here too
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
             told.send(_told(call))
     finally:
         os._exit(0)
