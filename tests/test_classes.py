@@ -15,7 +15,7 @@ from timm.data import ImageNetInfo
 from timm.models.vision_transformer import VisionTransformer
 
 import dwindle
-from conftest import METHODS, build
+from conftest import METHODS, build, edit
 from dwindle.classes import by_name, class_names, known_classes, match
 from dwindle.errors import DwindleError
 from dwindle.predict import predict
@@ -251,10 +251,8 @@ def test_an_adaperceiver_from_a_checkpoint_keeps_them_too(tmp_path, teacher):
     settings = {"epochs": 1, "lr": 0.0, "augment": None, "erase": 0.0, "stages": (0, 0, 1)}
     first = dataclasses.replace(ada_tiny_test(), **settings)
     made = trained(first.runner()(first, data, tmp_path / "first", device="cpu"))
-    config = tmp_path / "first" / "config.json"
-    told = json.loads(config.read_text())
-    told["extra"]["classes"] = ["cat", "ant", "bee"]  # as if it had learnt them in this order
-    config.write_text(json.dumps(told))
+    # As if it had learnt them in this order.
+    edit(tmp_path / "first", lambda told: told["extra"].update(classes=["cat", "ant", "bee"]))
     name = {"teacher" if teacher else "weights": str(tmp_path / "first")}
     recipe_ = dataclasses.replace(first, **name)
     run = recipe_.runner()(recipe_, data, tmp_path / "second", device="cpu")

@@ -186,7 +186,7 @@ def test_commands_and_flags_are_frozen():
         "export": ["CHECKPOINT", "--to", "--out", "--budget", "--seconds"],
         "quantize": ["CHECKPOINT", "--out", "--data", "--budget", "--limit", "--batch", "--seconds"],
         "predict": ["CHECKPOINT", "--data", "--out", "--batch", "--workers", "--limit", "--device", "--dtype"],
-        "serve": ["CHECKPOINT", "--host", "--port", "--device", "--dtype"],
+        "serve": ["CHECKPOINT", "--host", "--port", "--device", "--dtype", "--allow-host"],
     }
     for name in found:
         done = run(f"{name} --help")
