@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from timm.models.vision_transformer import VisionTransformer
 
 import dwindle
 from conftest import METHODS, build
@@ -233,3 +234,10 @@ def test_on_a_local_ray(places, tmp_path):
     for name, row in wanted.items():
         assert found[name]["prediction"] == row["prediction"] and list(found[name]["top5"]) == row["top5"]
         assert found[name]["gmacs"] == pytest.approx(row["gmacs"], rel=1e-4)
+
+
+def test_an_embedding_is_no_class(places, tmp_path):
+    vit = VisionTransformer(img_size=32, patch_size=16, embed_dim=16, depth=2, num_heads=2, num_classes=0)
+    dwindle.save(dwindle.adapt(vit, dwindle.Static()), tmp_path / "headless")
+    with pytest.raises(dwindle.DwindleError, match="no head"):
+        predict(str(tmp_path / "headless"), str(places["flat"]), tmp_path / "p.parquet")

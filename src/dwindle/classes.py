@@ -42,6 +42,11 @@ def known_classes(model: Any) -> list[str] | None:
 
 def class_names(model: Any) -> list[str] | None:
     """As `known_classes`; else ImageNet's, for a head of as many classes as one of its sets has."""
+    if not class_count(model):
+        raise DwindleError(
+            "This model has no head (num_classes=0): what it answers is an embedding and no class; give it one, or use "
+            "out.logits from Python."
+        )
     return known_classes(model) or imagenet_names(class_count(model))
 
 
