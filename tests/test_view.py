@@ -165,7 +165,7 @@ def test_failed_save_leaves_the_old_picture(tmp_path):
         draft.write_text("half")
         raise OSError("disk full")
 
-    with pytest.raises(OSError):
+    with pytest.raises(dwindle.DwindleError, match="disk full"):
         drawing.save_figure(SimpleNamespace(savefig=savefig), path)
     assert [file.name for file in tmp_path.iterdir()] == ["a.png"] and path.read_text() == "old"
 
