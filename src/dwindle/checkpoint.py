@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .backbones.base import Backbone, backbone_of
 from .classes import known_classes
@@ -193,8 +194,18 @@ def _rebuilder(folder: Path, config: dict[str, Any]) -> Callable[[dict[str, Any]
 def planned(make: Callable[[], Any], folder: Path) -> Any:
     """What `make` makes by the config, on the meta device: names and shapes without memory. What fits the weights that
     lie beside the config is no larger than these, and may be made."""
-    with by_config(folder), torch.device("meta"):
+    with by_config(folder), torch.device("meta"), _Unfilled():
         return make()
+
+
+class _Unfilled(TorchFunctionMode):
+    """Nothing is drawn for weights that are only shapes: on the meta device that takes longer than all the rest."""
+
+    draws = frozenset(("uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return (args or (kwargs["tensor"],))[0] if func.__name__ in self.draws else func(*args, **kwargs)
 
 
 def check_method(own: Callable[[], Any], shape: Any, weights: dict[str, Tensor], folder: Path) -> None:
