@@ -25,7 +25,7 @@ from .backbones.base import Backbone, backbone_of
 from .classes import known_classes
 from .config import CONFIG, FORMAT, OTHER_VERSION, SAVED, check_extra, read_config, signed
 from .download import fetched, is_hub_id
-from .errors import DwindleError, brief, unknown
+from .errors import DwindleError, brief, printable, unknown
 from .files import put_weights, scratch
 from .int8 import is_int8, to_int8
 from .methods import Method
@@ -240,7 +240,7 @@ def by_config(folder: Path) -> Iterator[None]:
             f"{OTHER_VERSION}."
         ) from error
     except Exception as error:  # a backbone's own constructor may raise anything
-        reason = str(error).partition("\n")[0][:200]
+        reason = printable(str(error).partition("\n")[0])
         raise DwindleError(
             f"{folder / CONFIG} describes a model that cannot be built ({type(error).__name__}: {reason}); "
             f"{OTHER_VERSION}."
@@ -336,8 +336,8 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
         raise
     except Exception as error:  # the header may hold anything
         raise DwindleError(
-            f"{path} cannot be read ({type(error).__name__}: {str(error)[:200]}): it is truncated or no safetensors "
-            "file; take another copy."
+            f"{path} cannot be read ({type(error).__name__}: {printable(str(error))}): it is truncated or no "
+            "safetensors file; take another copy."
         ) from error
     return plain_names(weights)
 

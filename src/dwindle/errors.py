@@ -25,7 +25,7 @@ def brief(value: Any) -> str:
 
 def unknown(kind: str, given: Any, known: Iterable[str], hint: str = "") -> DwindleError:
     """An unknown name, with the nearest known one suggested."""
-    known, name = sorted(known), _printable(str(given))
+    known, name = sorted(known), printable(str(given))
     close = difflib.get_close_matches(name.lower(), [k.lower() for k in known], n=1, cutoff=0.5)
     guess = next((k for k in known if close and k.lower() == close[0]), None)
     nearest = f" (did you mean '{guess}'?)" if guess else ""
@@ -33,6 +33,7 @@ def unknown(kind: str, given: Any, known: Iterable[str], hint: str = "") -> Dwin
     return DwindleError(f"Unknown {kind} '{name}'{nearest}{listing}{'; ' + hint if hint else ''}.")
 
 
-def _printable(name: str, most: int = 200) -> str:
+def printable(name: str, most: int = 200) -> str:
+    """Text of anywhere, as one line that can be printed and stored."""
     cut = name if len(name) <= most else name[:most] + "..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)

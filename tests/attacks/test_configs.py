@@ -256,6 +256,7 @@ BAD: dict[str, list[Callable[[dict], Any]]] = {
     ],
     "charlm": [
         *(both("backbone", **{name: 10**9}) for name in ("vocabulary", "blocks", "width", "heads", "context")),
+        both("backbone", **{"é\ud800": 1}),
         both("method", hidden=60_000),
         lambda config: config["method"].update(name="Control", options={"router": "TSA", "kind": "mean", "rates": []}),
     ],

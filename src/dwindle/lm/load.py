@@ -8,6 +8,7 @@ from typing import Any
 from ..checkpoint import LANGUAGE, by_config, check_fit, check_method, filled, find, planned, read_both
 from ..config import CONFIG, read_config
 from ..errors import DwindleError, unknown
+from ..settings import checked
 from .execute import AdaptiveLM, adapt_lm
 from .model import CharLM, LMSize
 from .routing import Router, Static
@@ -55,7 +56,7 @@ def load_lm(source: Any, *, lm: Any = None) -> AdaptiveLM:
 
 def _rebuild(backbone: dict[str, Any]) -> Any:
     if backbone["family"] == "charlm":
-        return CharLM(LMSize(**backbone["options"]))
+        return CharLM(checked(LMSize)(**backbone["options"] or {}))
     from .hf import rebuild
 
     return rebuild(backbone)
