@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import dwindle
-from dwindle.engine import graph, recording
 from dwindle.methods import Method
 from dwindle.methods.act import ACT
 from dwindle.methods.confidence import Confidence
@@ -30,6 +29,7 @@ from dwindle.methods.similarity import Similarity
 from dwindle.methods.tome import ToMe
 from dwindle.methods.topk import TopK
 from dwindle.ops.half import cpu_multiplies_bf16
+from dwindle.runtime.cuda import graph, recording
 from tally import many, tally  # noqa: F401  (fixtures)
 
 torch.set_num_threads(1)  # two test processes share two cores, and the models are tiny

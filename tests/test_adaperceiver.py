@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import dwindle
 from conftest import edit, flop_counter
-from dwindle.adaperceiver.blocks import attend_mask, attend_steps, block_mask, drawn_mask, steps
-from dwindle.adaperceiver.cost import embed_macs, nested_macs, setting_macs
+from dwindle.models.adaperceiver.blocks import attend_mask, attend_steps, block_mask, drawn_mask, steps
+from dwindle.models.adaperceiver.cost import embed_macs, nested_macs, setting_macs
 
 TABLE_5 = {32: 16.2, 64: 28.3, 96: 40.4, 128: 52.5, 224: 88.7, 256: 100.8}
 TABLE_6 = {32: 16.2, 64: 28.3, 96: 40.4, 128: 52.5, 192: 76.7, 256: 100.8}

@@ -13,8 +13,8 @@ from PIL import Image
 
 import dwindle
 from conftest import edit
-from dwindle import recipes
-from dwindle.adaperceiver.compare import AdaCompare, AdaComparison, markdown, summarised
+from dwindle.models.adaperceiver.compare import AdaCompare, AdaComparison, markdown, summarised
+from dwindle.recipes import vision as recipes
 from dwindle.train.recipe import changed
 from test_cli import refused, run
 
@@ -89,8 +89,8 @@ def test_everything_is_made_once(places, monkeypatch):
     network = dwindle.load(places["out"] / "static_4-2-16-s0")
     assert (network.tokens, network.depth, network.hidden(32)) == ((4,), 2, 41) and small["epochs"] == 1
 
-    monkeypatch.setattr("dwindle.adaperceiver.compare.AdaRun", None)  # what is there is not made again
-    monkeypatch.setattr("dwindle.adaperceiver.compare.judged", None)
+    monkeypatch.setattr("dwindle.models.adaperceiver.compare.AdaRun", None)  # what is there is not made again
+    monkeypatch.setattr("dwindle.models.adaperceiver.compare.judged", None)
     assert run(LINE, **places).json == done.json
     refused(run(LINE + " --set epochs=4", **places), "was made with epochs=3 (now 4)")
     del adaptive["conditions"]["mask_steps"]  # as if made before there was such a setting
@@ -112,7 +112,7 @@ def test_what_fails_at_once_leaves_nothing(places, tmp_path):
 
 
 def test_a_killed_training_goes_on(places, tmp_path, monkeypatch):
-    from dwindle.adaperceiver.train import AdaRun
+    from dwindle.models.adaperceiver.train import AdaRun
 
     here = places | {"out": tmp_path / "runs", "results": tmp_path / "results"}
     epochs = AdaRun.epochs
@@ -137,7 +137,7 @@ def test_a_killed_training_goes_on(places, tmp_path, monkeypatch):
 
 
 def test_the_teacher_is_asked_once_for_all_networks(places, tmp_path, monkeypatch):
-    from dwindle.adaperceiver.teacher import Teacher
+    from dwindle.models.adaperceiver.teacher import Teacher
 
     torch.manual_seed(0)
     vit = timm.create_model("test_vit", num_classes=3, img_size=32)

@@ -8,8 +8,18 @@ import torch
 from PIL import Image
 
 import dwindle
-from dwindle.adaperceiver.dense import IGNORED, DenseRecipe, DenseRun, Scenes, Score, maps, metres, predict, task_loss
-from dwindle.adaperceiver.figures import class_name
+from dwindle.models.adaperceiver.dense import (
+    IGNORED,
+    DenseRecipe,
+    DenseRun,
+    Scenes,
+    Score,
+    maps,
+    metres,
+    predict,
+    task_loss,
+)
+from dwindle.models.adaperceiver.figures import class_name
 from dwindle.train.recipe import changed
 from test_adaperceiver import images, tiny
 from test_cli import refused

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dwindle
-from dwindle.adaperceiver import figures
-from dwindle.adaperceiver import grid as measure
-from dwindle.adaperceiver import policies as rules
-from dwindle.adaperceiver.cost import setting_macs
+from dwindle.models.adaperceiver import figures
+from dwindle.models.adaperceiver import grid as measure
+from dwindle.models.adaperceiver import policies as rules
+from dwindle.models.adaperceiver.cost import setting_macs
 from test_adaperceiver import images, tiny
 from test_cli import refused, run
 
@@ -401,7 +401,7 @@ def test_eval_bench_and_view(places):
 
 
 def test_the_same_pictures_of_a_trace():
-    from dwindle.view import summary
+    from dwindle.show.view import summary
 
     out = tiny(torch.float32)(images(4, torch.float32), tokens=[4, 8, 16, 16], depth=[1, 2, 3, 4])
     assert summary(out.trace).axes and out.trace.mean_depth.tolist() == [1, 2, 3, 4]

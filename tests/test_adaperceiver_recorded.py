@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import dwindle
-from dwindle.adaperceiver.grid import latencies
-from dwindle.adaperceiver.leaving import Leaving
-from dwindle.adaperceiver.recorded import Recorded, Recorder
-from dwindle.engine import recording
+from dwindle.models.adaperceiver.grid import latencies
+from dwindle.models.adaperceiver.leaving import Leaving
+from dwindle.models.adaperceiver.recorded import Recorded, Recorder
+from dwindle.runtime.cuda import recording
 from test_adaperceiver import images, tiny
 
 SETTINGS = [(16, 4, 32), (8, 4, 32), (13, 2, 16), (24, 3, 24)]
@@ -186,7 +186,7 @@ def test_who_is_recorded(place, monkeypatch):
     model = network.prepare()
     if place == "cpu":
         x = x.as_subclass(type("OnGPU", (torch.Tensor,), {"is_cuda": True}))
-        monkeypatch.setattr("dwindle.adaperceiver.prepared.records", lambda images: True)
+        monkeypatch.setattr("dwindle.models.adaperceiver.prepared.records", lambda images: True)
     asked = []
     monkeypatch.setattr(Recorder, "__call__", lambda self, images, *setting: asked.append(setting))
     with torch.no_grad():

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from PIL import Image
 
 import dwindle
-from dwindle.adaperceiver.blocks import SelfAttention, turned, turns
-from dwindle.adaperceiver.start import _speeds
-from dwindle.adaperceiver.teacher import Teacher
-from dwindle.adaperceiver.train import AdaRun, feature_loss
-from dwindle.recipes import ada_tiny_test
+from dwindle.models.adaperceiver.blocks import SelfAttention, turned, turns
+from dwindle.models.adaperceiver.start import _speeds
+from dwindle.models.adaperceiver.teacher import Teacher
+from dwindle.models.adaperceiver.train import AdaRun, feature_loss
+from dwindle.recipes.vision import ada_tiny_test
 from dwindle.train.recipe import changed
-from dwindle.train.teaching import Answers
+from dwindle.train.teacher import Answers
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +328,7 @@ def test_bad_recipes(data, tmp_path, setting, said):
 
 def test_no_teacher_for_a_transformer(data, tmp_path):
     """A run of another kind that is taught by an AdaPerceiver says so."""
-    from dwindle.recipes import tiny_test
+    from dwindle.recipes.vision import tiny_test
     from dwindle.train.loop import Run
 
     dwindle.save(dwindle.AdaPerceiver.preset("tiny", classes=3), tmp_path / "ada")

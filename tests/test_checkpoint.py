@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 import dwindle
 from conftest import BACKBONES, METHODS, build, edit, images_for
-from dwindle.adaperceiver.images import preprocess_for, served
-from dwindle.card import model_card
-from dwindle.checkpoint import find, load_vit_weights, read_config, shipped
-from dwindle.train.sets import evaluation_images
+from dwindle.io.card import model_card
+from dwindle.io.checkpoint import find, load_vit_weights, read_config, shipped
+from dwindle.io.sets import evaluation_images
+from dwindle.models.adaperceiver.images import preprocess_for, served
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
@@ -266,7 +266,7 @@ def test_a_budget_out_of_reach_still_saves_what_loads(tmp_path):
 
 
 def test_a_card_says_what_the_config_knows(tmp_path):
-    from dwindle.card import write_card
+    from dwindle.io.card import write_card
 
     results = {"top1": 81.25, "top5": 97.0, "gmacs": 0.5, "gmacs_static": 1.0, "images": 10000}
     extra = {"results": results, "data": {"train": "some/where/cifar100"}, "recipe": {"epochs": 20}, "note": "a test"}

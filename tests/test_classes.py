@@ -16,15 +16,15 @@ from timm.models.vision_transformer import VisionTransformer
 
 import dwindle
 from conftest import METHODS, build, edit
-from dwindle.classes import by_name, class_names, known_classes, match
 from dwindle.errors import DwindleError
-from dwindle.predict import predict
-from dwindle.recipes import tiny_test
-from dwindle.train.batches import loader
-from dwindle.train.data import Images, hold_out, in_order, matched, open_data
-from dwindle.train.evaluate import evaluate
+from dwindle.evaluate.evaluate import evaluate
+from dwindle.evaluate.predict import predict
+from dwindle.io.batches import loader
+from dwindle.io.classes import by_name, class_names, known_classes, match
+from dwindle.io.datasets import Images, hold_out, in_order, matched, open_data
+from dwindle.io.sets import evaluation_images, parts_for, training_and_evaluation
+from dwindle.recipes.vision import tiny_test
 from dwindle.train.loop import Run
-from dwindle.train.sets import evaluation_images, parts_for, training_and_evaluation
 
 INFO = ImageNetInfo()
 IDS, FULL = INFO.label_names(), INFO.label_descriptions()
@@ -244,7 +244,7 @@ def test_training_from_a_checkpoint_keeps_what_its_head_means(tmp_path):
 
 @pytest.mark.parametrize("teacher", [False, True])
 def test_an_adaperceiver_from_a_checkpoint_keeps_them_too(tmp_path, teacher):
-    from dwindle.recipes import ada_tiny_test
+    from dwindle.recipes.vision import ada_tiny_test
 
     data = folders(tmp_path / "d", ["ant", "bee", "cat"], each=8, split="train")
     folders(tmp_path / "d", ["bee"], split="val")

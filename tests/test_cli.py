@@ -24,7 +24,7 @@ from PIL import Image
 
 import dwindle
 from conftest import edit
-from dwindle.cli import app, main
+from dwindle.cli.main import app, main
 
 TINY = "--set model=test_vit --set method.stages=(2,4) --set epochs=2 --set batch=4 --device cpu"  # 6 blocks, 64 wide
 ANOTHER_SENTENCE = re.compile(r"[.?!]['\")]* +['\"(]?[A-Z]")
@@ -195,7 +195,7 @@ def test_commands_and_flags_are_frozen():
 
 
 def test_version_as_a_process():
-    line = [sys.executable, "-c", "from dwindle.cli import main; main()", "--version"]
+    line = [sys.executable, "-c", "from dwindle.cli.main import main; main()", "--version"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"dwindle {dwindle.__version__}\n", "")
 
@@ -221,7 +221,7 @@ def test_demo(here, monkeypatch):
             call()
         return [[3.0], [2.0]]
 
-    monkeypatch.setattr("dwindle.demo.milliseconds", once)
+    monkeypatch.setattr("dwindle.show.demo.milliseconds", once)
     result = run("demo --out figures --device cpu").json
     assert {"images", "gmacs", "gmacs_static", "speedup", "figures"} <= result.keys()
     assert len(result["images"]) >= 4 and result["speedup"] == 1.5

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
 from dwindle.backbones import backbone_of
-from dwindle.bench import forced_depths
-from dwindle.cost import static_macs
+from dwindle.core.cost import static_macs
+from dwindle.evaluate.bench import forced_depths
 from dwindle.ops.linear import MKL, OneDNN
 
 

@@ -22,13 +22,13 @@ from PIL import Image
 from torchvision import transforms as t
 
 from dwindle.errors import DwindleError
-from dwindle.images import Preprocess, load_image
-from dwindle.train import batches as batches_module
-from dwindle.train import data as data_module
-from dwindle.train.augment import Augment, applied, boxes, erased, jittered, noise
-from dwindle.train.batches import Resident, draws, loader
-from dwindle.train.data import Images, check_labels, hold_out, limit, open_data
-from dwindle.train.draws import seeded
+from dwindle.io import batches as batches_module
+from dwindle.io import datasets as data_module
+from dwindle.io.augment import Augment, applied, boxes, erased, jittered, noise
+from dwindle.io.batches import Resident, draws, loader
+from dwindle.io.datasets import Images, check_labels, hold_out, limit, open_data
+from dwindle.io.draws import seeded
+from dwindle.io.images import Preprocess, load_image
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 real = pytest.mark.skipif(not SHARED.is_dir(), reason=f"the real data folder {SHARED} is absent")
@@ -205,7 +205,7 @@ def test_load_image_refuses(tmp_path, monkeypatch):
             load_image(encode(Image.fromarray(pixels(0, 64, 64)), fmt)[:-600])
     with pytest.raises(DwindleError, match=r"Cannot decode .* none of JPEG"):  # no object's address in it
         load_image(b"")
-    monkeypatch.setattr("dwindle.images.MAX_PIXELS", 300)
+    monkeypatch.setattr("dwindle.io.images.MAX_PIXELS", 300)
     with pytest.raises(DwindleError, match="20x16 pixels"):
         load_image(encode(Image.fromarray(pixels(0))))
 
@@ -1035,7 +1035,7 @@ def test_ranks_are_augmented_as_one_process_is():
 
 
 def test_a_magnitude_is_applied_as_it_is_named():
-    from dwindle.train.augment import planner
+    from dwindle.io.augment import planner
 
     def levels(name, op, over=200):
         made, found = planner(name, 224, (0.5, 0.5, 0.5), "bicubic"), []
@@ -1126,7 +1126,7 @@ def test_resident_of_nothing_or_broken():
 
 def test_import_is_lean():
     code = (
-        "import sys, dwindle.train; before = set(sys.modules); import dwindle.train.data; "
+        "import sys, dwindle.train; before = set(sys.modules); import dwindle.io.datasets; "
         "print({'pyarrow', 'datasets', 'torchvision', 'timm'} & (set(sys.modules) - before))"
     )
     src = Path(data_module.__file__).parents[2]

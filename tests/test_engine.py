@@ -8,10 +8,10 @@ import torch
 
 import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
-from dwindle.engine import graph
-from dwindle.engine.graph import Engine, prepared, room
-from dwindle.engine.live import Live
-from dwindle.engine.recording import Recording, everyone
+from dwindle.runtime.cuda import graph
+from dwindle.runtime.cuda.graph import Engine, prepared, room
+from dwindle.runtime.cuda.live import Live
+from dwindle.runtime.cuda.recording import Recording, everyone
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -163,7 +163,7 @@ def test_a_recording_is_taken_however_slow(place, monkeypatch):
     def timed(*_):
         raise AssertionError("somebody looked at a clock to choose a path")
 
-    monkeypatch.setattr("dwindle.bench.milliseconds", timed)
+    monkeypatch.setattr("dwindle.evaluate.bench.milliseconds", timed)
     model = build("vit", METHODS["AHT"]()).eval().to(place)
     images, engine = images_for(model, 4).to(place), Engine(model)
     assert engine.path(images) == engine.path(images[:3]) == "graph"

@@ -10,7 +10,7 @@ import torch
 
 import dwindle
 from conftest import BACKBONES, FEWEST, METHODS, OFF, build, images_for
-from dwindle.bench import forced_depths
+from dwindle.evaluate.bench import forced_depths
 from dwindle.methods import Method
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]

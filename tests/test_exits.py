@@ -10,13 +10,13 @@ import torch.nn.functional as F
 
 import dwindle
 from conftest import METHODS, build, images_for
+from dwindle.core.model import LAYOUTS
 from dwindle.methods.act import ACT
 from dwindle.methods.confidence import Confidence
 from dwindle.methods.exits import image_state
 from dwindle.methods.pondernet import PonderNet
 from dwindle.methods.shallow import Shallow
 from dwindle.methods.similarity import Similarity
-from dwindle.model import LAYOUTS
 
 LAYOUT = pytest.mark.parametrize("layout", ["packed", "masked"])
 BACKBONE = pytest.mark.parametrize("backbone", ["vit", "average"])

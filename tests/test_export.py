@@ -10,9 +10,18 @@ import torch
 
 import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
-from dwindle.export import Graph, check, export, open_compiled, open_onnx, open_program, program, worthwhile_moves
-from dwindle.export import _write_onnx as write_onnx
-from dwindle.flow import Flow
+from dwindle.runtime.export import (
+    Graph,
+    check,
+    export,
+    open_compiled,
+    open_onnx,
+    open_program,
+    program,
+    worthwhile_moves,
+)
+from dwindle.runtime.export import _write_onnx as write_onnx
+from dwindle.runtime.flow import Flow
 
 
 def needs_onnx():
@@ -59,7 +68,7 @@ def test_when_rows_are_moved_changes_nothing(backbone, method, moves):
 def test_rows_are_moved_where_it_pays(monkeypatch):
     model = build("vit", METHODS["AHT_heirs"]())
     assert worthwhile_moves(model, images_for(model)) == ()
-    monkeypatch.setattr("dwindle.export.MOVE", 0)
+    monkeypatch.setattr("dwindle.runtime.export.MOVE", 0)
     counts = model(images_for(model)).trace.counts.float().mean(1)
     falls = [block for block in (1, 2, 3) if counts[block] < counts[block - 1]]
     assert falls and worthwhile_moves(model, images_for(model)) == tuple(falls)
@@ -174,7 +183,7 @@ def test_a_program_on_disk(tmp_path):
 @pytest.mark.skipif("DWINDLE_SLOW" not in os.environ, reason="compiling takes minutes; set DWINDLE_SLOW=1")
 @pytest.mark.parametrize("method", ["AHT_heirs", "TopK_fused", "ToMe", "DynamicViT"])
 def test_compiled(method, tmp_path, monkeypatch):
-    monkeypatch.setattr("dwindle.export.MOVE", 0)
+    monkeypatch.setattr("dwindle.runtime.export.MOVE", 0)
     model = build("vit", METHODS[method]())
     told = export(model, "aoti", tmp_path / "model.pt2")
     assert told["decisions"] == 1.0 and [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
@@ -186,7 +195,7 @@ def test_onnx(tmp_path, monkeypatch):
     needs_onnx()
     import onnx
 
-    monkeypatch.setattr("dwindle.export.MOVE", 0)  # a tiny model's rows are not worth moving
+    monkeypatch.setattr("dwindle.runtime.export.MOVE", 0)  # a tiny model's rows are not worth moving
     model = build("vit", METHODS["AHT_heirs"]())
     told = export(model, "onnx", tmp_path / "model.onnx")
     assert told["decisions"] == 1.0 and told["difference"] < 1e-4
@@ -217,7 +226,7 @@ def test_onnx_quantises_to_int8(tmp_path):
 def test_a_graph_that_differs_gets_no_name(tmp_path, monkeypatch):
     model = build("vit", METHODS["AHT"]())
     monkeypatch.setattr(
-        "dwindle.export.open_program", lambda path: lambda x: (torch.zeros(len(x), 5), model(x).trace.depth)
+        "dwindle.runtime.export.open_program", lambda path: lambda x: (torch.zeros(len(x), 5), model(x).trace.depth)
     )
     with pytest.raises(dwindle.DwindleError, match="differs from the model"):
         export(model, "torch-export", tmp_path / "model.pt2")

@@ -19,8 +19,8 @@ import dwindle
 from conftest import METHODS, build
 from dwindle.errors import DwindleError
 from dwindle.files import draft, lock, scratch, unlock, write_text
-from dwindle.lm.recipes import tsa_tiny_test
-from dwindle.lm.train import LMRun
+from dwindle.models.lm.train import LMRun
+from dwindle.recipes.language import tsa_tiny_test
 from dwindle.train.state import BEGUN, STATE, Claim, write_metrics, write_state
 
 
@@ -152,8 +152,8 @@ def test_a_lock_is_one_process_s(tmp_path, monkeypatch):
 RUN = """
 import sys, time
 from pathlib import Path
-from dwindle.lm.recipes import tsa_tiny_test
-from dwindle.lm.train import LMRun
+from dwindle.recipes.language import tsa_tiny_test
+from dwindle.models.lm.train import LMRun
 run = LMRun(tsa_tiny_test(), Path(sys.argv[1]), device="cpu")
 for row in run.rounds(lambda step, terms: (print("at work", flush=True), time.sleep(60)) if step == 2 else None):
     pass

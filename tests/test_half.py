@@ -13,12 +13,12 @@ import torch.nn.functional as F
 
 import dwindle
 from dwindle.errors import DwindleError
+from dwindle.evaluate.evaluate import evaluate
 from dwindle.ops import half
 from dwindle.ops.attention import attend_ref
-from dwindle.recipes import ada_tiny_test, tiny_test
-from dwindle.train import heap
-from dwindle.train.evaluate import evaluate
-from dwindle.train.heap import kept_pages
+from dwindle.recipes.vision import ada_tiny_test, tiny_test
+from dwindle.runtime import memory as heap
+from dwindle.runtime.memory import kept_pages
 
 CPU = torch.device("cpu")
 
@@ -157,7 +157,7 @@ def test_a_cpu_whose_product_ends_the_process_is_found_out(monkeypatch):
 
 MEMORY = """
 import resource, torch
-from dwindle.train.heap import kept_pages
+from dwindle.runtime.memory import kept_pages
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20

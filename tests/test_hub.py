@@ -12,8 +12,8 @@ import torch
 
 import dwindle
 from conftest import METHODS, build, images_for
-from dwindle import download
-from dwindle.hub import push_to_hub
+from dwindle.io import download
+from dwindle.io.hub import push_to_hub
 from dwindle.train.build import build_vit
 from dwindle.train.recipe import Recipe
 

@@ -10,10 +10,10 @@ from torch import nn
 
 import dwindle
 from conftest import BACKBONES, METHODS, build, edit, images_for
-from dwindle.bench import bench, forced_depths
-from dwindle.export import check_images, export
-from dwindle.int8 import Int8Linear, is_int8, likeness, quantize
+from dwindle.evaluate.bench import bench, forced_depths
 from dwindle.ops.int8 import int8_linear, int8_linear_ref, quantize_rows
+from dwindle.runtime.export import check_images, export
+from dwindle.runtime.int8 import Int8Linear, is_int8, likeness, quantize
 
 
 @pytest.mark.parametrize("bias", [True, False])

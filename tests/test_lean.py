@@ -12,12 +12,12 @@ from torch import nn
 
 import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
-from dwindle.bench import forced_depths
-from dwindle.lean import Lean
+from dwindle.core.tokens import Packed
+from dwindle.evaluate.bench import forced_depths
 from dwindle.ops.heirs import hand_over, heirs, inherit
 from dwindle.ops.linear import MKL, OneDNN, Packs, _works, available, library, linear_ref, maker, room
 from dwindle.ops.patches import cut_by_matmul, cutting, embed_patches
-from dwindle.tokens import Packed
+from dwindle.runtime.cpu import Lean
 
 packs = pytest.mark.skipif(not available(), reason="this torch has neither MKL nor oneDNN")
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from dwindle.lm import text
+from dwindle.models.lm import text
 from test_cli import refused, run
 
 TEXT = "To be, or not to be: that is the question.\n"
@@ -86,7 +86,7 @@ def test_view(places, tmp_path):
 
 
 def test_bench(places, monkeypatch):
-    monkeypatch.setattr("dwindle.lm.bench.compilable", lambda device: False)
+    monkeypatch.setattr("dwindle.models.lm.bench.compilable", lambda device: False)
     result = run("bench {run} --batch 2 --fraction 1.0,0.67 --seconds 0.05 --device cpu", **places).json
     assert [row["decisions"] for row in result["rows"]] == ["forced", "forced", "own"]
     assert result["rows"][1]["promised"] == pytest.approx(1.5, abs=0.02)
@@ -94,7 +94,7 @@ def test_bench(places, monkeypatch):
 
 
 def test_bench_of_a_model_whose_text_is_elsewhere(places, tmp_path, monkeypatch):
-    monkeypatch.setattr("dwindle.lm.bench.compilable", lambda device: False)
+    monkeypatch.setattr("dwindle.models.lm.bench.compilable", lambda device: False)
     monkeypatch.chdir(tmp_path)
     run("train tsa_tiny_test --data {own} --out {out} --device cpu --set steps=2", **places, out=tmp_path / "own")
     line = "bench {out} --batch 1 --fraction 1.0 --seconds 0 --device cpu"
@@ -111,7 +111,7 @@ def test_what_is_generated_is_printed_as_it_is(places):
 
 
 def test_compare(places, tmp_path, monkeypatch):
-    monkeypatch.setattr("dwindle.lm.compare.compilable", lambda device: False)
+    monkeypatch.setattr("dwindle.models.lm.compare.compilable", lambda device: False)
     line = "compare tsa_tiny_compare --out {out}/runs --results {out}/results --device cpu --set steps=10"
     folder = tmp_path / "results" / "tsa_tiny_compare"
     nothing = run(line + " --until 0", out=tmp_path).json

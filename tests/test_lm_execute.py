@@ -9,10 +9,10 @@ import torch
 
 from conftest import flop_counter
 from dwindle.errors import DwindleError
-from dwindle.lm import TSA, AdaptiveLM, CharLM, EarlyExit, LMSize, MoD, Random, Router, Static, adapt_lm
-from dwindle.lm.bench import forced_keep
-from dwindle.lm.execute import MANY, Cache, tlops_saved
-from dwindle.lm.generate import generate
+from dwindle.models.lm import TSA, AdaptiveLM, CharLM, EarlyExit, LMSize, MoD, Random, Router, Static, adapt_lm
+from dwindle.models.lm.bench import forced_keep
+from dwindle.models.lm.execute import MANY, Cache, tlops_saved
+from dwindle.models.lm.generate import generate
 from dwindle.ops.causal import Askers, attend_asked, attend_causal, attend_causal_ref
 
 SIZE = LMSize(vocabulary=20, blocks=4, width=32, heads=2, context=24)
@@ -205,7 +205,7 @@ def test_cost_against_torch_and_by_hand():
     shape = model.backbone.shape
     triangle = 2 * (24 * 25 / 2) * 32 * 4  # torch counts the whole square of attention
     square = 2 * 24 * 24 * 32 * 4
-    from dwindle.lm.cost import static_lm_macs
+    from dwindle.models.lm.cost import static_lm_macs
 
     counted = counter.get_total_flops() / 2 / 2 - square + triangle
     assert static_lm_macs(shape, trace) == pytest.approx(counted, rel=1e-9)

@@ -7,9 +7,9 @@ import torch
 
 import dwindle
 from dwindle.errors import DwindleError
-from dwindle.lm import TSA, MoD, Static, adapt_lm
-from dwindle.lm.execute import Cache, tlops_saved
-from dwindle.lm.generate import generate
+from dwindle.models.lm import TSA, MoD, Static, adapt_lm
+from dwindle.models.lm.execute import Cache, tlops_saved
+from dwindle.models.lm.generate import generate
 
 transformers = pytest.importorskip("transformers", reason="extra `hf` is not installed")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from dwindle.errors import DwindleError
-from dwindle.lm import TSA, EarlyExit, MoD, Random, Router
-from dwindle.lm.evaluate import calibrate, evaluate
-from dwindle.lm.execute import tlops_saved
-from dwindle.lm.routing import Control
-from dwindle.lm.tsa import softly
+from dwindle.models.lm import TSA, EarlyExit, MoD, Random, Router
+from dwindle.models.lm.evaluate import calibrate, evaluate
+from dwindle.models.lm.execute import tlops_saved
+from dwindle.models.lm.routing import Control
+from dwindle.models.lm.tsa import softly
 from test_lm_execute import ROUTERS, SIZE, build, ids_for
 
 

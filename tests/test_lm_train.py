@@ -11,9 +11,9 @@ import torch
 
 import dwindle
 from dwindle.errors import DwindleError
-from dwindle.lm.load import load_lm, vocabulary_of
-from dwindle.lm.recipes import tsa_shakespeare_large, tsa_tiny_test
-from dwindle.lm.train import LMRecipe, LMRun
+from dwindle.models.lm.load import load_lm, vocabulary_of
+from dwindle.models.lm.train import LMRecipe, LMRun
+from dwindle.recipes.language import tsa_shakespeare_large, tsa_tiny_test
 from dwindle.train.recipe import changed, find_comparison, find_recipe
 
 
@@ -160,7 +160,7 @@ def test_recorded_training_is_the_same(router, tmp_path, monkeypatch):
         assert what == router
         return replay
 
-    monkeypatch.setattr("dwindle.lm.train.record", record)
+    monkeypatch.setattr("dwindle.models.lm.train.record", record)
     recipe = dataclasses.replace(tsa_tiny_test(), steps=6, eval_every=3, method=router, method_options={})
     plain, rows = trained(tmp_path / "plain", recipe)
     fast = LMRun(recipe, tmp_path / "fast", device="cpu")

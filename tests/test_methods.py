@@ -12,13 +12,13 @@ import torch
 
 import dwindle
 from conftest import METHODS, build, images_for
-from dwindle.masked import Masked
+from dwindle.core.masked import Masked
+from dwindle.core.method import halting_distribution, halting_kl, log_gaussian
+from dwindle.core.model import Output
+from dwindle.core.tokens import Where
+from dwindle.core.trace import Trace
 from dwindle.methods import Method
 from dwindle.methods.aht import PRESETS
-from dwindle.methods.base import halting_distribution, halting_kl, log_gaussian
-from dwindle.model import Output
-from dwindle.tokens import Where
-from dwindle.trace import Trace
 
 
 def algorithm_1(model: dwindle.AdaptiveViT, images: torch.Tensor):

@@ -21,10 +21,10 @@ from timm.models.vision_transformer import VisionTransformer
 
 import dwindle
 from conftest import METHODS, build
-from dwindle import images
-from dwindle.cluster import Classify
-from dwindle.images import load_image, preprocess_of
-from dwindle.predict import Parts, predict
+from dwindle.evaluate.cluster import Classify
+from dwindle.evaluate.predict import Parts, predict
+from dwindle.io import images
+from dwindle.io.images import load_image, preprocess_of
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_killed_at_any_time(places, tmp_path):
     """SIGKILL again and again: in the end every row is there once."""
     out = tmp_path / "p.parquet"
     code = (
-        "import sys, torch; torch.set_num_threads(1); from dwindle.predict import predict; "
+        "import sys, torch; torch.set_num_threads(1); from dwindle.evaluate.predict import predict; "
         "predict(*sys.argv[1:4], batch=1, part=2)"
     )
     line = [sys.executable, "-c", code, str(places["model"]), str(places["flat"]), str(out)]

@@ -11,7 +11,7 @@ from torch import nn
 
 import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
-from dwindle.train.evaluate import calibrate, evaluate
+from dwindle.evaluate.evaluate import calibrate, evaluate
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import dwindle
 from conftest import build, images_for
-from dwindle.masked import Masked
+from dwindle.core.masked import Masked
+from dwindle.core.model import LAYOUTS
 from dwindle.methods import Method
 from dwindle.methods.confidence import Confidence
 from dwindle.methods.dynamicvit import DynamicViT
 from dwindle.methods.tome import ToMe
 from dwindle.methods.topk import TopK
-from dwindle.model import LAYOUTS
 
 LAYOUT = pytest.mark.parametrize("layout", ["packed", "masked"])
 BACKBONE = pytest.mark.parametrize("backbone", ["vit", "average", "distilled", "registers"])

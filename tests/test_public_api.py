@@ -96,7 +96,7 @@ def test_a_method_is_one_file(tmp_path):
 
     page = (Path(__file__).parents[1] / "docs" / "add_a_method.md").read_text()
     code = re.search(r"```python\n(from __future__.*?)```", page, re.DOTALL).group(1)
-    code = code.replace("from ..", "from dwindle.").replace("from .base", "from dwindle.methods.base")
+    code = code.replace("from ..", "from dwindle.")
     scope: dict = {"__name__": "example"}
     exec(compile(code, "example.py", "exec"), scope)
     try:

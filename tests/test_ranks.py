@@ -28,13 +28,13 @@ from timm.models.vision_transformer import VisionTransformer
 from torch._dynamo.utils import counters
 
 import dwindle
-from dwindle import ranks
-from dwindle.backbones.base import _compiled_run
+from dwindle.core import processes as ranks
+from dwindle.core.backbone import _compiled_run
 from dwindle.errors import DwindleError
+from dwindle.evaluate.evaluate import evaluate
+from dwindle.io.batches import _compiled_augment
 from dwindle.methods.aht import _moments
-from dwindle.recipes import tiny_test
-from dwindle.train.batches import _compiled_augment
-from dwindle.train.evaluate import evaluate
+from dwindle.recipes.vision import tiny_test
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe
 from dwindle.train.state import STATE, Claim
@@ -44,7 +44,7 @@ from dwindle.train.step import shard
 fork = multiprocessing.get_context("forkserver")
 fork.set_forkserver_preload(
     [
-        *["pytest", "safetensors.torch", "timm.scheduler", "timm.utils", "dwindle.cli", "dwindle.train.loop"],
+        *["pytest", "safetensors.torch", "timm.scheduler", "timm.utils", "dwindle.cli.main", "dwindle.train.loop"],
         *["torch._dynamo.utils", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"],
         "torch.utils.tensorboard",
     ]

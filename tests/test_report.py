@@ -12,14 +12,15 @@ from PIL import Image
 
 import dwindle
 from conftest import METHODS, build
-from dwindle import charts, drawing, report
-from dwindle.bench import some_photos
-from dwindle.charts import read_metrics, spread_settings
-from dwindle.gauge import Stream, measure, measure_static, turn_dial
-from dwindle.images import preprocess_of
+from dwindle.evaluate.analysis import Stream, measure, measure_static, turn_dial
+from dwindle.evaluate.bench import some_photos
+from dwindle.evaluate.evaluate import evaluate
+from dwindle.io.datasets import open_data
+from dwindle.io.images import preprocess_of
 from dwindle.methods.dynamicvit import DynamicViT
-from dwindle.train.data import open_data
-from dwindle.train.evaluate import evaluate
+from dwindle.show import drawing, report
+from dwindle.show import figures as charts
+from dwindle.show.figures import read_metrics, spread_settings
 
 CLASSES = ("0 ant", "1 b<e>e", "2 $cat", "3 dog", "4 eel")
 

@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 
 from dwindle.errors import DwindleError
-from dwindle.recipes import tiny_test
-from dwindle.train import search as search_module
+from dwindle.evaluate import search as search_module
+from dwindle.evaluate.search import search, value
+from dwindle.io.sets import training_images
+from dwindle.recipes.vision import tiny_test
 from dwindle.train.recipe import Recipe, changed
-from dwindle.train.search import search, value
-from dwindle.train.sets import training_images
 
 
 @pytest.fixture(scope="module")

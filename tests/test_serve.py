@@ -32,10 +32,10 @@ from typer.testing import CliRunner
 
 import dwindle
 from conftest import build
-from dwindle.cli import app
-from dwindle.dtypes import converted
-from dwindle.images import upright
+from dwindle.cli.main import app
+from dwindle.io.images import upright
 from dwindle.methods.tome import ToMe
+from dwindle.runtime.dtypes import converted
 
 pytest.importorskip("fastapi", reason="extra `serve` is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")

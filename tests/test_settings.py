@@ -12,9 +12,9 @@ import pytest
 
 import dwindle
 from dwindle.errors import DwindleError, unknown
-from dwindle.images import Preprocess
-from dwindle.lm import Router, Static
+from dwindle.io.images import Preprocess
 from dwindle.methods import Method, Verdict
+from dwindle.models.lm import Router, Static
 from dwindle.settings import Above0, Budget, Count, Share, Size, _kinds, checked, options
 from dwindle.train.recipe import Recipe
 

@@ -2,19 +2,19 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint import load, save
+from .core.model import AdaptiveViT, Output, adapt
+from .core.tokens import Tokens
+from .core.trace import Trace
 from .errors import DwindleError
+from .evaluate.evaluate import calibrate
+from .io.checkpoint import load, save
 from .methods import Method, Verdict
 from .methods.aht import AHT
 from .methods.avit import AViT
 from .methods.static import Static
-from .model import AdaptiveViT, Output, adapt
-from .tokens import Tokens
-from .trace import Trace
-from .train.evaluate import calibrate
 
 if TYPE_CHECKING:
-    from .adaperceiver import AdaPerceiver
+    from .models.adaperceiver import AdaPerceiver
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,7 +39,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """A network of its own is imported when first asked for."""
     if name == "AdaPerceiver":
-        from .adaperceiver import AdaPerceiver
+        from .models.adaperceiver import AdaPerceiver
 
         return AdaPerceiver
     raise AttributeError(f"module 'dwindle' has no attribute '{name}'")

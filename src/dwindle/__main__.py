@@ -1,5 +1,5 @@
 """`python -m dwindle`, and `torchrun --nproc-per-node 2 -m dwindle train ...`."""
 
-from .cli import main
+from .cli.main import main
 
 main()

@@ -15,9 +15,9 @@ from test_configs import EXTRA, answer
 
 import dwindle
 from conftest import METHODS, build
-from dwindle.checkpoint import CONFIG, WEIGHTS, find, shipped
-from dwindle.int8 import quantize
-from dwindle.lm.recipes import tsa_tiny_test
+from dwindle.io.checkpoint import CONFIG, WEIGHTS, find, shipped
+from dwindle.recipes.language import tsa_tiny_test
+from dwindle.runtime.int8 import quantize
 from dwindle.train.state import STATE, read_state, write_state
 
 MADE = {

@@ -17,10 +17,10 @@ import torch
 
 import dwindle
 from conftest import METHODS, build, images_for
-from dwindle.config import signed
-from dwindle.int8 import quantize
-from dwindle.lm import MoD, adapt_lm
+from dwindle.io.config import signed
 from dwindle.methods.dynamicvit import DynamicViT
+from dwindle.models.lm import MoD, adapt_lm
+from dwindle.runtime.int8 import quantize
 
 SECONDS, MEGABYTES = 5.0, 400
 IDS = torch.arange(8)[None] % 5
@@ -34,7 +34,7 @@ def _named() -> Any:
 
 
 def _charlm() -> Any:
-    from dwindle.lm import TSA, CharLM, LMSize
+    from dwindle.models.lm import TSA, CharLM, LMSize
 
     return adapt_lm(CharLM(LMSize(5, 2, 16, 2, 8)), TSA()).eval()
 

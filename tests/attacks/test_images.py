@@ -24,10 +24,10 @@ from PIL import Image
 
 import dwindle
 from conftest import METHODS, build
-from dwindle.images import MAX_PIXELS, Preprocess, load_image
-from dwindle.predict import predict
-from dwindle.train.augment import DRAWS, Augment
-from dwindle.train.data import open_data
+from dwindle.evaluate.predict import predict
+from dwindle.io.augment import DRAWS, Augment
+from dwindle.io.datasets import open_data
+from dwindle.io.images import MAX_PIXELS, Preprocess, load_image
 
 SECONDS, MEMORY = 10, 1 << 30  # of the CPU and beside what the process has, for one image
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")

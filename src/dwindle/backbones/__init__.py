@@ -1,5 +1,5 @@
 """How one family embeds, attends and reads out; nothing else knows the family."""
 
-from .base import Backbone, Shape, backbone_of
+from ..core.backbone import Backbone, Shape, backbone_of
 
 __all__ = ["Backbone", "Shape", "backbone_of"]

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, TypedDict
 import torch
 from torch import Tensor, nn
 
+from ..core.backbone import LINEAR, Backbone, Parts, Shape, activation_name, as_written, linear_macs
 from ..errors import DwindleError, unknown
 from ..settings import Above0, AtLeast0, Classes, Count, Depth, ImageSize, Share, Size, Within, Word, options
-from .base import LINEAR, Backbone, Parts, Shape, activation_name, as_written, linear_macs
 
 # class name -> attribute of the tower below the classifier
 _TOWERS = {

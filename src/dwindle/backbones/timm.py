@@ -11,9 +11,9 @@ from timm.layers import Attention, DropPath, LayerNorm, LayerScale, Mlp, PatchEm
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
+from ..core.backbone import LINEAR, Backbone, Parts, Shape, activation_name, as_written, linear_macs
 from ..errors import DwindleError, unknown
 from ..settings import Above0, Classes, Depth, ImageSize, Size, Within, options
-from .base import LINEAR, Backbone, Parts, Shape, activation_name, as_written, linear_macs
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
 

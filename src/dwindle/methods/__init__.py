@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 
-from .base import Method, Verdict
+from ..core.method import Method, Verdict
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..backbones.base import Shape
-from ..cost import budget_share
+from ..core.backbone import Shape
+from ..core.cost import budget_share
+from ..core.method import Method, Verdict, brought_in, goal, halting_verdict, ponder_cost, wide
+from ..core.tokens import Tokens
 from ..settings import Above0, AtLeast0, Budget, Inside, Share
-from ..tokens import Tokens
-from .base import Method, Verdict, brought_in, goal, halting_verdict, ponder_cost, wide
 from .exits import image_state
 
 if TYPE_CHECKING:
-    from ..model import Output
+    from ..core.model import Output
 
 
 class ACT(Method):

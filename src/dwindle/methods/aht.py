@@ -11,16 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .. import ranks
-from ..backbones.base import Shape
-from ..cost import budget_share
-from ..errors import unknown
-from ..ops.planner import Halt, Plan, halt, image_mean
-from ..ops.planner import plan as plan_rows
-from ..settings import Above0, Budget, Share, Size, Stages, Whole0
-from ..tokens import Tokens
-from ..trace import Trace
-from .base import (
+from ..core import processes as ranks
+from ..core.backbone import Shape
+from ..core.cost import budget_share
+from ..core.method import (
     Method,
     Verdict,
     brought_in,
@@ -32,9 +26,15 @@ from .base import (
     require,
     wide,
 )
+from ..core.tokens import Tokens
+from ..core.trace import Trace
+from ..errors import unknown
+from ..ops.planner import Halt, Plan, halt, image_mean
+from ..ops.planner import plan as plan_rows
+from ..settings import Above0, Budget, Share, Size, Stages, Whole0
 
 if TYPE_CHECKING:
-    from ..model import Output
+    from ..core.model import Output
 
 PRESETS: dict[str, dict[str, float]] = {  # Table 2, as printed, and the share of the cost that Table 3 reports for it
     "high_accuracy": {"lambda_p": 1e-3, "lambda_t": 1.0, "budget": 0.83},

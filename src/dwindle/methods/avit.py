@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .. import ranks
-from ..backbones.base import Shape
+from ..core import processes as ranks
+from ..core.backbone import Shape
+from ..core.method import Method, Verdict, halting_kl, halting_verdict, log_gaussian, ponder_cost, require, wide
+from ..core.tokens import Tokens
 from ..settings import Above0, Inside, Whole0
-from ..tokens import Tokens
-from .base import Method, Verdict, halting_kl, halting_verdict, log_gaussian, ponder_cost, require, wide
 
 if TYPE_CHECKING:
-    from ..model import Output
+    from ..core.model import Output
 
 
 class AViT(Method):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backbones.base import Shape
+from ..core.backbone import Shape
+from ..core.method import Method, Verdict, require, wide
+from ..core.tokens import Tokens
+from ..core.trace import Trace
 from ..settings import Share
-from ..tokens import Tokens
-from ..trace import Trace
-from .base import Method, Verdict, require, wide
 from .exits import Supervision, depth_weights, read_macs
 
 

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backbones.base import Shape
-from ..cost import keep_for
+from ..core.backbone import Shape
+from ..core.cost import keep_for
+from ..core.method import Method, Verdict, check_stages, wide
+from ..core.tokens import Tokens
 from ..settings import Budget, Share, Stages
-from ..tokens import Tokens
-from .base import Method, Verdict, check_stages, wide
 
 if TYPE_CHECKING:
-    from ..model import Output
+    from ..core.model import Output
 
 
 class Predictor(nn.Module):

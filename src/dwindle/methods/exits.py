@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..backbones.base import Shape
-from ..tokens import Tokens
-from ..trace import Trace
+from ..core.backbone import Shape
+from ..core.tokens import Tokens
+from ..core.trace import Trace
 
 Supervision = Literal["linear", "uniform"]
 

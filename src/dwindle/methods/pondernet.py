@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from torch import Tensor, nn
 
-from ..backbones.base import Shape
+from ..core.backbone import Shape
+from ..core.method import Method, Verdict, halting_distribution, halting_kl, require, wide
+from ..core.tokens import Tokens
+from ..core.trace import Trace
 from ..settings import AtLeast0, Inside, Whole0, Within
-from ..tokens import Tokens
-from ..trace import Trace
-from .base import Method, Verdict, halting_distribution, halting_kl, require, wide
 from .exits import image_state
 
 if TYPE_CHECKING:
-    from ..model import Output
+    from ..core.model import Output
 
 
 class PonderNet(Method):

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import torch
 
-from ..backbones.base import Shape
+from ..core.backbone import Shape
+from ..core.method import Method, Verdict, require
+from ..core.tokens import Tokens
 from ..settings import Within
-from ..tokens import Tokens
-from .base import Method, Verdict, require
 
 
 class Shallow(Method):

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backbones.base import Shape
+from ..core.backbone import Shape
+from ..core.method import Method, Verdict, require, wide
+from ..core.tokens import Tokens
+from ..core.trace import Trace
 from ..settings import AtLeast0
-from ..tokens import Tokens
-from ..trace import Trace
-from .base import Method, Verdict, require, wide
 from .exits import Supervision, depth_weights, read_macs
 
 FARTHEST = {"mse": 16.0, "cosine": 2.0}  # a distance few answers, or none, can have: the cheap end of the dial

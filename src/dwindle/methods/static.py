@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..tokens import Tokens
-from .base import Method, Verdict
+from ..core.method import Method, Verdict
+from ..core.tokens import Tokens
 
 
 class Static(Method):

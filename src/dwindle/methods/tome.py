@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backbones.base import Shape
-from ..cost import bisected, block_macs, budget_share, fixed_macs, static_macs
+from ..core.backbone import Shape
+from ..core.cost import bisected, block_macs, budget_share, fixed_macs, static_macs
+from ..core.method import Method, Verdict, require, wide
+from ..core.tokens import Tokens
 from ..settings import Budget, Within
-from ..tokens import Tokens
-from .base import Method, Verdict, require, wide
 
 
 class ToMe(Method):

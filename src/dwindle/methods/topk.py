@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backbones.base import Shape
-from ..cost import keep_for
+from ..core.backbone import Shape
+from ..core.cost import keep_for
+from ..core.method import Method, Verdict, check_stages, wide
+from ..core.tokens import Tokens
 from ..settings import Budget, Share, Stages
-from ..tokens import Tokens
-from .base import Method, Verdict, check_stages, wide
 
 
 class TopK(Method):

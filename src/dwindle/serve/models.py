@@ -13,14 +13,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..classes import class_names
-from ..dtypes import dtype_of
-from ..export import check_images
-from ..images import preprocess_of
+from ..core.model import AdaptiveViT, Output, adapt
+from ..evaluate.evaluate import turn
+from ..io.classes import class_names
+from ..io.images import preprocess_of
 from ..methods import Method
-from ..model import AdaptiveViT, Output, adapt
-from ..prepared import PreparedViT
-from ..train.evaluate import turn
+from ..runtime.dtypes import dtype_of
+from ..runtime.export import check_images
+from ..runtime.prepared import PreparedViT
 from .limits import Refused
 
 POINTS = 14  # settings of the dial whose cost is measured at the start

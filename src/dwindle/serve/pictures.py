@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from ..images import Preprocess, upright
+from ..io.images import Preprocess, upright
 from .limits import Limits, Refused
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")

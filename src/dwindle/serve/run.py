@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..checkpoint import load_halting
-from ..demo import DEMO
-from ..dtypes import check_runs, converted
 from ..errors import DwindleError
+from ..io.checkpoint import load_halting
 from ..methods import Method
 from ..methods.static import Static
 from ..methods.tome import ToMe
+from ..runtime.dtypes import check_runs, converted
+from ..show.demo import DEMO
 from .limits import Limits, checked_token
 from .models import Served, beside
 

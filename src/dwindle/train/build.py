@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint import find, load, load_vit_weights, read_config, shipped
-from ..classes import class_count, imagenet_names, known_classes, match
-from ..download import no_waiting
+from ..core.model import AdaptiveViT
 from ..errors import DwindleError, unknown
-from ..model import AdaptiveViT
-from .data import Images
+from ..io.checkpoint import find, load, load_vit_weights, read_config, shipped
+from ..io.classes import class_count, imagenet_names, known_classes, match
+from ..io.datasets import Images
+from ..io.download import no_waiting
 from .recipe import Recipe
 
 

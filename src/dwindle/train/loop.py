@@ -18,30 +18,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .. import ranks
-from ..card import write_card
-from ..checkpoint import load_halting, save
-from ..classes import by_name
-from ..cost import budget_share
+from ..core import processes as ranks
+from ..core.cost import budget_share
+from ..core.model import AdaptiveViT, adapt
 from ..errors import DwindleError
+from ..evaluate.evaluate import calibrate, evaluate
 from ..files import write_text
-from ..images import Preprocess
+from ..io.augment import Augment
+from ..io.batches import CROP_PCT, RESAMPLED, Resident, loader
+from ..io.card import write_card
+from ..io.checkpoint import load_halting, save
+from ..io.classes import by_name
+from ..io.datasets import Images, check_labels, in_order, matched
+from ..io.datasets import limit as first
+from ..io.draws import mix
+from ..io.images import Preprocess
+from ..io.sets import training_and_evaluation
 from ..methods import Method
 from ..methods.static import Static
-from ..model import AdaptiveViT, adapt
-from .augment import Augment
-from .batches import CROP_PCT, RESAMPLED, Resident, loader
+from ..runtime.memory import kept_pages
 from .build import build_vit, parameter_groups, teacher_classes, weights_classes
-from .data import Images, check_labels, in_order, matched
-from .data import limit as first
-from .draws import mix
-from .evaluate import calibrate, evaluate
-from .heap import kept_pages
 from .recipe import Recipe
-from .sets import training_and_evaluation
 from .state import Claim, random_state, read_state, restore_random, write_metrics, write_state
 from .step import WORTH_COMPILING, Step, full_state, load_full_state, shard
-from .teaching import Answers, kept_answers
+from .teacher import Answers, kept_answers
 
 log = logging.getLogger("dwindle")
 PATIENCE = 60.0  # seconds after which an epoch is saved whatever `save_every` says: it is for epochs of seconds

@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 import torch
 
+from ..core.method import require
+from ..core.model import DISTILLATIONS
 from ..errors import DwindleError, unknown
+from ..io.augment import planner
 from ..methods import Method
-from ..methods.base import require
-from ..model import DISTILLATIONS
 from ..ops.half import halves
 from ..settings import Above0, AtLeast0, Batch, ImageSize, Seed, Share, Whole0, Whole1, Within, Workers, check_fields
-from .augment import planner
 
 Layout = Literal["masked", "packed"]
 Parallel = Literal["ddp", "fsdp"]
@@ -149,8 +149,8 @@ def find_comparison(name: str) -> Callable[[], Any]:
 
 
 def _find(name: str, kind: str, returns: str) -> Callable[[], Any]:
-    from .. import recipes
-    from ..lm import recipes as language
+    from ..recipes import language
+    from ..recipes import vision as recipes
 
     everything = {**vars(recipes), **vars(language)}
     kinds = getattr(recipes, returns), getattr(recipes, f"Ada{returns}"), getattr(language, f"LM{returns}")

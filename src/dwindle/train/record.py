@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..engine.recording import captured
 from ..errors import DwindleError
+from ..runtime.cuda.recording import captured
 
 Backward = Callable[..., dict[str, Tensor]]
 

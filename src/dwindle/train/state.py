@@ -17,7 +17,7 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from torch import Tensor
 
-from .. import ranks
+from ..core import processes as ranks
 from ..errors import DwindleError
 from ..files import check_folder, draft, lock, unlock, writing
 

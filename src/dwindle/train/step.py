@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import ranks
-from ..model import AdaptiveViT
+from ..core import processes as ranks
+from ..core.model import AdaptiveViT
+from ..io.draws import seeded
 from ..ops.half import autocast
-from .draws import seeded
 from .recipe import Recipe
 from .record import Recorded, record
-from .teaching import Answers, Teacher, fast
+from .teacher import Answers, Teacher, fast
 
 WORTH_COMPILING = 200_000  # images; compiling takes about as long as these take without
 

@@ -1,0 +1,180 @@
+"""The commands that compare, explain and tune runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import DwindleError
+from .terminal import (
+    Data,
+    Device,
+    OptionalData,
+    aside,
+    console,
+    device_for,
+    finish,
+    needed,
+    plain,
+    progress_bar,
+    show_table,
+    ticking,
+)
+
+
+def register(app: typer.Typer) -> None:
+    for command in (compare, report, search):
+        app.command()(command)
+
+
+def compare(
+    comparison: Annotated[
+        str,
+        typer.Argument(help="Name of a comparison: cifar100_deit_tiny, ada_cifar100_compare, tsa_shakespeare_compare."),
+    ],
+    data: OptionalData = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the runs.")] = None,
+    results: Annotated[Path, typer.Option(help="One JSON per result, the table and the plot go here.")] = Path(
+        "benchmarks/results"
+    ),
+    eval_data: Annotated[str | None, typer.Option(help="Evaluate on this data instead of --data's test split.")] = None,
+    only: Annotated[str | None, typer.Option(help="Names of methods, separated by commas.")] = None,
+    set: Annotated[list[str] | None, typer.Option(help="Change a condition for all: epochs=20. Repeatable.")] = None,
+    until: Annotated[float | None, typer.Option(help="Begin no further training after so many minutes.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
+    device: Device = None,
+) -> None:
+    """Train and evaluate methods under the same conditions. A killed comparison goes on where it was: same command."""
+    import dataclasses
+
+    from ..evaluate.compare import Compare, markdown, summarised
+    from ..evaluate.results import read_results
+    from ..files import write_text
+    from ..models.adaperceiver import cli as perceiver
+    from ..models.adaperceiver.compare import AdaCompare, AdaComparison
+    from ..models.lm import cli as language
+    from ..show.drawing import save_figure
+    from ..show.figures import tradeoff
+    from ..train.recipe import changed, find_comparison
+
+    plan = find_comparison(comparison)()
+    for change in set or []:
+        name = change.partition("=")[0].strip()
+        if name in ("seed", "method") or name.startswith("method."):
+            raise DwindleError(
+                f"--set {change}: a comparison has methods and seeds of its own; change conditions that all share, as "
+                "by epochs=20, or write a comparison with others."
+            )
+    plan = dataclasses.replace(plan, base=changed(plan.base, set or []))
+    names = [name.strip() for name in only.split(",")] if only else None
+    if language.is_recipe(plan.base):
+        return language.compare(comparison, plan, data, out, results, names, until, device, eval_data, limit)
+    data, out = needed(data, "compare", "--data"), needed(out, "compare", "--out")
+    ada = isinstance(plan, AdaComparison)
+    found: list[dict[str, Any]] = []
+    with progress_bar() as bar:
+        work = (AdaCompare if ada else Compare)(
+            comparison,
+            plan,
+            data,
+            out,
+            results,
+            eval_data=eval_data,
+            device=device_for(device),
+            limit=limit,
+            only=names,
+            tick=ticking(bar),
+            until=None if until is None else 60 * until,
+        )
+        for row in work.results():
+            found.append(row)
+            aside.print(work.told(row))
+    if ada:
+        return perceiver.compared(f"{comparison} on {data}", found, work.folder)
+    rows = summarised(read_results(work.folder), plan.reference)
+    columns = ["name", "asked", "cost", "gmacs", "top1", "spread", "gap", "seeds", "images_per_s"]
+    show_table(
+        f"{comparison} on {data}", columns, [["" if row[c] is None else row[c] for c in columns] for row in rows]
+    )
+    table, plot = work.folder / "table.md", work.folder / "tradeoff.png"
+    write_text(table, markdown(rows, plan.reference))
+    save_figure(tradeoff(rows, comparison, plan.reference), plot)
+    finish({"results": rows, "table": str(table), "plot": str(plot)})
+
+
+def report(
+    run: Annotated[str, typer.Argument(help="A run folder, a checkpoint, a shipped name, or a Hub id.")],
+    out: Annotated[Path, typer.Option(help="Folder for index.html and its figures.")] = Path("dwindle-report"),
+    data: Annotated[
+        str | None, typer.Option(help="Images to look at; by itself what the run was evaluated on.")
+    ] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help="Other runs to lay beside it, such as the static one. Repeatable.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
+    batch: Annotated[int, typer.Option(help="Images at a time.")] = 64,
+    device: Device = None,
+) -> None:
+    """One page that explains a trained model: where, when and for which images its tokens stop."""
+    from ..show.report import report as write
+
+    with progress_bar() as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        result = write(
+            run,
+            out,
+            data=data,
+            compare_with=against,
+            limit=limit,
+            device=device_for(device),
+            batch=batch,
+            progress=progress,
+        )
+    numbers = f"top-1 {result['top1']}, {result['gmacs']} of {result['gmacs_static']} GMACs"
+    console.print(f"{plain(result['page'])}: {numbers}")
+    finish(result)
+
+
+def search(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe.")],
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Folder for the trials and the study.")],
+    trials: Annotated[int, typer.Option(help="Settings to try, those of earlier calls counted.")] = 20,
+    holdout: Annotated[float, typer.Option(help="Share of the training images that judges.")] = 0.1,
+    set: Annotated[list[str] | None, typer.Option(help="Change a setting of the recipe. Repeatable.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only N images, drawn at random.")] = None,
+    device: Device = None,
+) -> None:
+    """Search lambda_p and lambda_t with Optuna, judged on held-out training images. A killed search goes on."""
+    from ..evaluate.search import search as look
+    from ..train.recipe import Recipe, changed, find_recipe
+
+    settings = changed(find_recipe(recipe)(), set or [])
+    if type(settings) is not Recipe:
+        raise DwindleError(
+            f"{recipe} trains no method on a vision transformer, which is what dwindle search tunes; give one that "
+            "does, such as aht_cifar100."
+        )
+    with progress_bar() as bar:
+        task = bar.add_task("trials", total=trials)
+        result = look(
+            settings,
+            data,
+            out,
+            trials=trials,
+            holdout=holdout,
+            limit=limit,
+            device=device_for(device),
+            progress=lambda row: bar.advance(task),
+        )
+    columns = ["trial", "value", "top1", "cost", "settings"]
+    show_table(f"{recipe} on {data}", columns, [[row.get(c) for c in columns] for row in result["trials"]])
+    finish(result)

@@ -1,0 +1,406 @@
+"""What the loop asks of a family of vision transformers, and how its attention is made ours.
+
+A family's own `Block.forward` and attention module keep running: LayerScale, qk-norm, rotary or gated attention stay
+right without being known here. Only three things are caught while a block runs on tokens: the call of
+`scaled_dot_product_attention`, the output of the MLP's first linear layer, and stochastic depth in a pack.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import DwindleError
+from ..runtime.int8 import Int8Linear
+from .tokens import Packed, Tokens
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A backbone in numbers: what cost and methods need to know of it."""
+
+    blocks: int  # L
+    width: int  # D
+    hidden: int  # neurons after the first linear layer of an MLP
+    heads: int
+    head_size: int
+    prefix: int  # class, distillation and register tokens
+    patch: tuple[int, int]
+    image: tuple[int, int]
+    channels: int
+    classes: int
+    block_macs: int  # linear layers of one block, per token
+    token_macs: int  # embedding, per patch
+    image_macs: int  # head, per image
+    pool_macs: int  # attention pooling in the readout, per patch, halted or not
+
+    def grid(self, image: tuple[int, int] | None = None) -> tuple[int, int]:
+        height, width = image or self.image
+        return height // self.patch[0], width // self.patch[1]
+
+    def tokens(self, image: tuple[int, int] | None = None) -> int:
+        rows, columns = self.grid(image)
+        return self.prefix + rows * columns
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A plain pre-norm block taken apart: x + scale1 * proj(attention(qkv(norm1 x))), then the MLP likewise."""
+
+    norm1: nn.LayerNorm
+    qkv: tuple[nn.Linear, ...]  # one layer, or three
+    heads: int
+    scale: float
+    q_norm: nn.LayerNorm | None
+    k_norm: nn.LayerNorm | None
+    proj: nn.Linear
+    scale1: Tensor | None
+    norm2: nn.LayerNorm
+    rise: nn.Linear  # width -> hidden
+    act: str
+    fall: nn.Linear  # hidden -> width
+    scale2: Tensor | None
+
+
+def activation_name(module: Any) -> str | None:
+    """As the kernels call it; None if it is none of theirs, or a user's class."""
+    if type(module) is nn.GELU:
+        return "gelu" if module.approximate == "none" else "gelu_tanh"
+    if not _of_a_library(type(module)):
+        return None
+    named = {
+        "GELUActivation": "gelu",
+        "GELU": "gelu",
+        "GELUTanh": "gelu_tanh",
+        "GELUTanhActivation": "gelu_tanh",
+        "QuickGELU": "quick_gelu",
+        "QuickGELUActivation": "quick_gelu",
+        "SiLU": "silu",
+        "SiLUActivation": "silu",
+        "ReLU": "relu",
+    }
+    return named.get(type(module).__name__)
+
+
+LINEAR = (nn.Linear, Int8Linear)  # the kinds a runtime knows
+LIBRARIES = ("torch", "timm", "transformers", "dwindle")
+
+
+def _of_a_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in LIBRARIES
+
+
+def replaced(module: nn.Module) -> bool:
+    """Whether the module has a forward of its own, which is not the one that `install` gives it."""
+    own = vars(module).get("forward")
+    return own is not None and getattr(own, "func", None) is not _attention_forward
+
+
+def as_written(block: nn.Module) -> bool:
+    """Whether nothing was added to a block since its class was written: no hook but ours, no forward of its own, no
+    class of a user's, no weight that computes something, and no dropout at work.
+    """
+    for module in block.modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(hook not in OURS for hook in hooks) or replaced(module) or not _of_a_library(type(module)):
+            return False
+        weights = [weight for weight in module._parameters.values() if weight is not None]
+        if any(type(weight) is not nn.Parameter for weight in weights):
+            return False
+        if type(module) is nn.Dropout and module.training and module.p:
+            return False
+    return True
+
+
+class Backbone:
+    """One wrapped model. Subclasses say where a family keeps its parts; nothing else knows the family."""
+
+    families: ClassVar[list[type[Backbone]]] = []
+    family: ClassVar[str]
+    any_size: bool = False  # accepts images of other sizes than the one it was built for
+    compiled: bool = False
+    described: dict[str, Any] | None = None  # what `describe` said before layers were exchanged
+
+    def __init_subclass__(cls) -> None:
+        cls.families.append(cls)
+
+    def __init__(self, vit: nn.Module) -> None:
+        self.vit = vit
+        self._shape: tuple[tuple, Shape] | None = None
+
+    # What a family provides.
+    @classmethod
+    def claims(cls, vit: nn.Module) -> bool:
+        """Whether this family is the one to wrap `vit`."""
+        raise NotImplementedError
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        raise NotImplementedError
+
+    def attention(self, block: nn.Module) -> nn.Module:
+        """The module of a block that calls scaled_dot_product_attention."""
+        raise NotImplementedError
+
+    def mlp_in(self, block: nn.Module) -> nn.Module:
+        """The first linear layer of a block's MLP."""
+        raise NotImplementedError
+
+    def embed(self, images: Tensor) -> Tensor:
+        """(B, C, height, width) -> (B, N, D)."""
+        raise NotImplementedError
+
+    def readout(self, stream_BND: Tensor) -> Tensor:
+        """(B, N, D) -> logits."""
+        raise NotImplementedError
+
+    @property
+    def front(self) -> int | None:
+        """The readout looks at the first so many tokens; None: at all."""
+        return None
+
+    def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the class token's head and of the distillation token's."""
+        raise DwindleError(
+            f"{type(self.vit).__name__} has no distillation token; take a distilled model "
+            "(deit_tiny_distilled_patch16_224, ...), or distil into its logits with distill='soft'."
+        )
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether the wrapped model was told to run blocks again in the backward pass, which takes time for memory."""
+        return False
+
+    @property
+    def recomputes(self) -> bool:
+        return self.checkpoints and self.vit.training and torch.is_grad_enabled()
+
+    @property
+    def shape(self) -> Shape:
+        """In numbers, as the model is now: heads and image sizes may be changed under us."""
+        key = self.changeable
+        if self._shape is None or self._shape[0] != key:
+            self._shape = (key, self.measure())
+        return self._shape[1]
+
+    @property
+    def changeable(self) -> tuple:
+        """What of the shape may change after wrapping; cheap to ask."""
+        raise NotImplementedError
+
+    def measure(self) -> Shape:
+        raise NotImplementedError
+
+    def parts(self, block: nn.Module) -> Parts | None:
+        """A block taken apart for the kernels; None if it is of another make."""
+        return None
+
+    def describe(self) -> dict[str, Any] | None:
+        """What `rebuild` needs to make the same architecture again, as JSON; None if it cannot be told."""
+        raise NotImplementedError
+
+    @staticmethod
+    def rebuild(described: dict[str, Any]) -> nn.Module:
+        raise NotImplementedError
+
+    # What all families share.
+    def install(self) -> None:
+        """Make the wrapped model's blocks listen for tokens. Without a run in progress they behave as before."""
+        if any("forward" in self.attention(block).__dict__ for block in self.blocks):
+            raise DwindleError("This model is part of an adaptive one already; unwrap() that first.")
+        for block in self.blocks:
+            attention = self.attention(block)
+            # A partial and no bound method: it can be pickled, and so can the model.
+            attention.forward = partial(_attention_forward, attention)  # type: ignore[method-assign]
+            self.mlp_in(block).register_forward_hook(_tap)
+            for module in block.modules():
+                if _is_drop_path(module):
+                    module.register_forward_hook(_drop_per_image)
+
+    def remove(self) -> None:
+        """Undo `install`."""
+        for block in self.blocks:
+            self.attention(block).__dict__.pop("forward", None)
+            for module in block.modules():
+                for key in [k for k, hook in module._forward_hooks.items() if hook in OURS]:
+                    del module._forward_hooks[key]
+
+    def run(self, block: nn.Module, tokens: Tokens) -> Tokens:
+        """One block on the live rows."""
+        if self.compiled:
+            return _compiled_run()(self, block, tokens)
+        return self._run(block, tokens)
+
+    @contextmanager
+    def compiling(self, wanted: bool) -> Iterator[None]:
+        """Blocks that run in here run compiled: one graph, which all blocks of a model share."""
+        self.compiled = wanted
+        try:
+            yield
+        finally:
+            self.compiled = False
+
+    def _run(self, block: nn.Module, tokens: Tokens) -> Tokens:
+        run = _Run(tokens)
+        after = tokens.update(self._again(block, run) if self.recomputes else run.calling(block), block)
+        if not run.called:
+            return after  # the layout ran the block by its parts
+        if not run.attended:
+            raise DwindleError(
+                f"{type(self.attention(block)).__name__} did not call scaled_dot_product_attention, so halted tokens "
+                "cannot be kept out of it; use the model's fused (sdpa) attention."
+            )
+        after.tap = run.tap
+        return after
+
+    def once(self, block: nn.Module, x: Tensor) -> Any:
+        """The block's forward, without a checkpoint of the family's own: that would run it again outside of any run."""
+        return block(x)
+
+    def _again(self, block: nn.Module, run: _Run) -> Callable[[Tensor], Tensor]:
+        """The block's forward, which the backward pass runs once more rather than keep what is in between. Once more on
+        the tokens as they are now: the method goes on writing to them."""
+        then = _Run(run.tokens.changed(notes=dict(run.tokens.notes)))
+        turns = iter((run, then))
+        forward = partial(self.once, block)
+        return lambda x: checkpoint(lambda x: next(turns, then).calling(forward)(x), x, use_reentrant=False)
+
+
+@cache
+def _compiled_run() -> Callable[[Backbone, nn.Module, Tokens], Tokens]:
+    # A graph for each way tokens can come (whole, masked, gated, watched) and each size of batch: not for every block.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(Backbone._run, dynamic=False, options={"guard_filter_fn": _guarded})
+
+
+def _guarded(entries: Sequence[Any]) -> list[bool]:
+    """What makes a compiled block be compiled anew. Not which of our forwards it is: they are all the same one."""
+    return [getattr(entry.value, "func", None) is not _attention_forward for entry in entries]
+
+
+class _Run:
+    """One block at work: whose rows they are, and what was caught on the way."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+        self.tap: Tensor | None = None
+        self.called = False  # the block's own forward ran
+        self.attended = False
+
+    def calling(self, block: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+        """The block's forward as part of this run."""
+
+        def call(x: Tensor) -> Tensor:
+            _now.run, self.called = self, True
+            try:
+                out = block(x)
+            finally:
+                _now.run = None
+            return out[0] if isinstance(out, tuple) else out
+
+        return call
+
+
+class _Now(threading.local):
+    """The run in progress in this thread, if any. Thread-local: one model may serve several threads."""
+
+    run: _Run | None = None
+
+
+_now = _Now()
+
+
+class _Core(TorchFunctionMode):
+    """Hands the attention core to the tokens; every other call passes."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self.work = run
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        self.work.attended = True
+        return self.attend(*args, **kwargs)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **_: Any,
+    ) -> Tensor:
+        if attn_mask is not None or is_causal:
+            raise DwindleError(
+                "This model masks its own attention, and only plain bidirectional attention can be adapted; give a "
+                "model without a mask."
+            )
+        return self.work.tokens.attend(q, k, v, dropout_p=dropout_p, scale=scale)
+
+
+def _attention_forward(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The module's own forward, with the attention core handed to the tokens of the run in progress."""
+    forward = type(attention).forward
+    if _now.run is None:
+        return forward(attention, *args, **kwargs)
+    with _Core(_now.run):
+        return forward(attention, *args, **kwargs)
+
+
+def _tap(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    run = _now.run
+    if run is not None and run.tokens.tapped is not None:
+        neuron = run.tokens.catch_neuron(module, args[0], output)
+        run.tap = neuron[0] if isinstance(run.tokens, Packed) else neuron
+
+
+def _is_drop_path(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("DropPath") and hasattr(module, "drop_prob")
+
+
+def _drop_per_image(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+    """A stock DropPath sees a pack (1, T, D) as one sample and drops all images at once: draw per image instead."""
+    run = _now.run
+    if run is None or not isinstance(run.tokens, Packed) or not module.training or not module.drop_prob:
+        return None
+    kept = 1.0 - module.drop_prob
+    drawn = torch.empty(run.tokens.shape[0], device=output.device).bernoulli_(kept)
+    return args[0] * (run.tokens.per_image(drawn / kept)[None, :, None]).to(output.dtype)
+
+
+OURS = (_tap, _drop_per_image)  # hooks of `install`
+
+
+def linear_macs(module: nn.Module) -> int:
+    """Multiply-accumulates of all linear layers in a module, per token."""
+    return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))
+
+
+def backbone_of(vit: nn.Module) -> Backbone:
+    """The backbone that fits `vit`, or the reason why there is none."""
+    from ..backbones import hf, timm  # noqa: F401  (they register themselves)
+
+    if hasattr(vit, "_orig_mod"):
+        raise DwindleError("This model went through torch.compile; adapt the model itself, and compile after that.")
+    for family in Backbone.families:
+        if family.claims(vit):
+            return family(vit)
+    raise DwindleError(
+        f"{type(vit).__name__} cannot be adapted: it is not a plain vision transformer with one sequence of tokens "
+        "from first block to last (timm's VisionTransformer, or Hugging Face ViT, DeiT, DINOv2 with a classifier)."
+    )

@@ -1,0 +1,130 @@
+"""The masked layout: every row is computed, a gate says what counts. Shapes: B images, N tokens per image, D width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.attention import attend_gated, attend_masked, looked_at
+from ..ops.heirs import inherit
+from .tokens import Tokens, Where, wide
+
+
+@dataclass
+class Masked(Tokens):
+    """All rows (B, N, D) are computed; halted ones keep their value and are nobody's keys. Differentiable."""
+
+    live: Tensor = None  # type: ignore[assignment]  # (B, N) bool
+    gate: Tensor | None = None  # (B, N): 1 for live, 0 for halted, with the gradient of all soft decisions so far
+    whole: bool = True  # nobody can have halted yet: nothing to mask, and the fastest attention
+
+    @staticmethod
+    def start(x_BND: Tensor, prefix: int) -> Masked:
+        shape = (x_BND.shape[0], x_BND.shape[1])
+        return Masked(x_BND, shape, prefix, live=torch.ones(shape, dtype=torch.bool, device=x_BND.device))
+
+    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Masked:
+        new = call(self.x)
+        if self.whole:
+            x = new
+        elif self.gate is None:
+            x = torch.where(self.live[..., None], new, self.x)
+        else:
+            x = self.x + self.gate[..., None].to(new.dtype) * (new - self.x)
+        return replace(self, x=x)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        bias = self.notes.get("key_bias")
+        if self.keeping_keys:
+            self.keys = k.mean(1)
+        if self.watching:
+            self.attention = looked_at(q.detach(), k.detach(), self.live, self.prefix, options.get("scale"))
+        if self.whole and bias is None:
+            return F.scaled_dot_product_attention(q, k, v, **options)
+        if self.gate is not None:
+            return attend_gated(q, k, v, self.gate if bias is None else self.gate * bias.exp(), **options)
+        return attend_masked(q, k, v, self.live, bias, **options)
+
+    def per_image(self, values_B: Tensor) -> Tensor:
+        return values_B[:, None].expand(-1, self.shape[1], *values_B.shape[1:])
+
+    def take(self, sheet_BN: Tensor) -> Tensor:
+        return sheet_BN
+
+    def image_sum(self, rows: Tensor) -> Tensor:
+        live = self.live if rows.dim() == 2 else self.live[..., None]
+        return (rows * live.to(rows.dtype)).sum(1)
+
+    def add_final(self, weight: Tensor | None) -> None:
+        super().add_final(None if weight is None else torch.where(self.live, weight, 0.0))
+
+    def rank(self, score: Tensor) -> Tensor:
+        order = score.masked_fill(~self.live, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+        return order.argsort(-1)
+
+    def pad(self, rows: Tensor) -> Tensor:
+        return _reorder(rows, self._live_first)
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        return _reorder(padded, self._live_first.argsort(-1))
+
+    def inherit(self, size: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        join = _compiled(inherit) if self.compiling else inherit
+        return join(wide(self.x), size, self.keys.detach(), staying, leaving)
+
+    @property
+    def _live_first(self) -> Tensor:
+        return (~self.live).to(torch.uint8).argsort(dim=-1, stable=True)
+
+    @property
+    def padding(self) -> Tensor:
+        return self.pad(self.live)
+
+    @property
+    def images_live(self) -> Tensor:
+        return self.live.any(-1)
+
+    def read(self) -> Tensor:
+        assert self.reader is not None
+        logits = self.reader(self.stream())
+        return torch.where(self.images_live[:, None], logits, 0.0)
+
+    def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Masked:
+        if keep is None:
+            return replace(self, **self.forget())
+        gate = self.gate if gate is None else gate
+        return replace(self, live=self.live & keep, gate=gate, whole=False, **self.forget())
+
+    def stream(self) -> Tensor:
+        return self.value
+
+    @property
+    def counted(self) -> Tensor:
+        return self.live
+
+    @property
+    def where(self) -> Where:
+        return Where(self.shape, live_BN=self.live)
+
+    @property
+    def place(self) -> Tensor:
+        return torch.arange(self.shape[1], device=self.x.device).expand(self.shape)
+
+
+@cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=False)
+
+
+def _reorder(values: Tensor, order_BN: Tensor) -> Tensor:
+    """(B, N, ...) along the second axis."""
+    if values.dim() > 2:
+        order_BN = order_BN[..., None].expand(*order_BN.shape, values.shape[-1])
+    return values.gather(1, order_BN)

@@ -1,0 +1,221 @@
+"""Method and Verdict: how a paper's idea tells the loop which tokens go on.
+
+A method is one file in this folder. It is found by itself; nothing else needs an edit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DwindleError
+from ..settings import checked
+from .backbone import Shape
+from .cost import budget_share
+from .tokens import Tokens
+from .tokens import wide as wide
+from .trace import Trace
+
+if TYPE_CHECKING:
+    from .model import Output
+
+
+@dataclass
+class Verdict:
+    """What a method says after a block, all on rows."""
+
+    keep: Tensor | None  # bool: who goes on; None: nothing is decided here
+    weight: Tensor | None = None  # share of this block's output in the token's result; None: the last state counts
+    gate: Tensor | None = None  # 1 and 0 for who goes on and who not, with the gradient of all soft decisions so far
+    record: dict[str, Tensor] = field(default_factory=dict)  # values for the trace
+    exit: Tensor | None = None  # (B, classes): logits read at this depth, for the trace
+
+
+class Method(nn.Module):
+    """Constructor arguments are the configuration and are kept under their own names; what each may be, its annotation
+    says and `checked` sees to. Parameters and buffers are the only tensors here: values per token travel in
+    `tokens.notes`."""
+
+    registry: ClassVar[dict[str, type[Method]]] = {}
+    paper: ClassVar[str] = ""
+    dial: tuple[str, float, float] | None = None  # attribute that sets the cost after training: name, cheapest, dearest
+    dial_per_image: bool = False  # it asks `dialled`, so images of one batch may have each their own
+    asks_attention: bool = False  # its losses read the teacher's attention
+    asks_features: bool = False  # and its features
+    needs_training: ClassVar[bool] = True  # what it decides before means nothing
+    trained: bool = False  # it has been in training, here or before it was loaded
+    held: bool = False  # so has its budget
+    told: bool = False  # that one of these is not so
+    progress: float = 1.0  # share of the training done; the training loop sets it, ramps read it
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.registry[cls.__name__] = cls
+        if "__init__" in vars(cls):
+            cls.__init__ = checked(cls.__init__)  # type: ignore[method-assign]
+
+    def bind(self, shape: Shape) -> None:
+        """Called once by `adapt`, when the backbone is known: check settings against it, build what depends on it."""
+        self.shape = shape
+
+    def start(self, tokens: Tokens) -> Tokens:
+        """Before the first block: lay down notes."""
+        return tokens
+
+    def step(self, depth: int, tokens: Tokens) -> Verdict:
+        """After block `depth` (from 0)."""
+        raise NotImplementedError
+
+    def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
+        """The method's own loss terms, unweighted. `teacher` is what a static model said of the batch, with its
+        attention in the trace if `asks_attention` (in training its mean over blocks, at each of them), and
+        its features if `asks_features`."""
+        return {}
+
+    def exit_weights(self, trace: Trace) -> Tensor | None:
+        """(L, B): how much the answer read at each depth counts in the task loss. None: the last one alone."""
+        return None
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """total = task + sum of weight * term."""
+        return {}
+
+    def hold_budget(self, cost: Tensor) -> None:
+        """After each training batch, with its cost as a share of the static model's: move what holds a budget."""
+
+    def dialled(self, tokens: Tokens, name: str) -> Any:
+        """The method's setting `name`; on rows where it is the dial and each image was given a value of its own."""
+        given = tokens.notes.get("dial") if self.dial is not None and self.dial[0] == name else None
+        return getattr(self, name) if given is None else given
+
+    def macs(self, tokens: Tensor, depth: int) -> Tensor:
+        """Multiply-accumulates the method itself adds after block `depth`, for images with that many live tokens."""
+        return torch.zeros_like(tokens)
+
+    def tell_unready(self) -> None:
+        """Say once, when asked, that it has learnt nothing yet, or does not keep the budget it was given."""
+        if self.told or not self.needs_training or torch.compiler.is_compiling():
+            return
+        name, budget = type(self).__name__, getattr(self, "budget", None)
+        if not self.trained:
+            kinds = sorted(self.registry.items())
+            ready = ", ".join(kind for kind, made in kinds if not made.needs_training and kind != "Static")
+            why = (
+                f"{name} has not been trained: what it answers, and what that costs, means nothing yet. Train it, or "
+                f"take a method that needs no training ({ready})."
+            )
+        elif budget is not None and not self.held and type(self).hold_budget is not Method.hold_budget:
+            why = (
+                f"{name} was trained, but its budget of {budget} was never held, so it costs what chance gave. Call "
+                "model.hold_budget(out) after every training step, or now dwindle.calibrate(model, images, budget)."
+            )
+        else:
+            return
+        self.told = True
+        warnings.warn(why, stacklevel=3)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return settings(self)
+
+    @classmethod
+    def from_config(cls, options: dict[str, Any]) -> Method:
+        """Made anew from a saved `config`."""
+        return cls(**options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.config.items())
+
+
+def brought_in(progress: float, ramp: float) -> float:
+    """0 to 1 over the first `ramp` of the training."""
+    return min(1.0, progress / ramp) if ramp else 1.0
+
+
+def goal(budget: float | str, shape: Shape, share: float) -> float:
+    """The share of the static cost that training holds while so much of the budget is brought in."""
+    return 1 + (budget_share(budget, shape) - 1) * share
+
+
+def settings(owner: nn.Module) -> dict[str, Any]:
+    """Constructor arguments as they stand now, as JSON."""
+    return {name: _plain(getattr(owner, name)) for name in inspect.signature(type(owner)).parameters}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return round(value.item(), 7)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def require(condition: bool, given: str, expected: str) -> None:
+    """A setting out of range, in one sentence."""
+    if not condition:
+        raise DwindleError(f"{given}: {expected}.")
+
+
+def check_stages(stages: tuple[int, ...], shape: Shape) -> None:
+    """Somebody must be left to decide about, and a block to save."""
+    fits = bool(stages) and stages[0] >= 1 and stages[-1] <= shape.blocks - 1
+    require(fits, f"stages = {stages}", f"tokens leave after blocks 1..{shape.blocks - 1} of this backbone")
+
+
+def log_gaussian(centre: Tensor, blocks: int, sigma: float) -> Tensor:
+    """AHT-ViT Eq. 3: log P(l), P proportional to exp(-(l - centre)^2 / (2 sigma^2)) over l = 1..L, on a new first axis.
+
+    A plan that lies far off has a probability too small for floating point, and a logarithm that is not.
+    """
+    layers = torch.arange(1, blocks + 1, device=centre.device, dtype=centre.dtype)
+    layers = layers.view(-1, *[1] * centre.dim())
+    return torch.log_softmax(-((layers - centre) ** 2) / (2 * sigma**2), dim=0)
+
+
+def halting_verdict(tokens: Tokens, before: Tensor, score: Tensor, keep: Tensor) -> Verdict:
+    """ACT's and A-ViT's Eq. 6-7: who goes on gives its score, who stops the remainder, as its share of the result."""
+    remainder = (1 - before).clamp_min(0)  # Eq. 6
+    # Eq. 7. Who is kept past a sum of 1 (class token, raised threshold, forced depth) has no probability left to give.
+    probability = torch.where(keep, torch.minimum(score, remainder), remainder)
+    return Verdict(keep, weight=probability.to(tokens.x.dtype), record={"score": score, "remainder": remainder})
+
+
+def ponder_cost(trace: Trace) -> Tensor:
+    """A-ViT Eq. 8, N + R: N is constant, the remainder at the exit carries the gradient."""
+    exits = trace.depth
+    at_exit = torch.arange(1, trace.blocks + 1, device=exits.device)[:, None, None] == exits
+    return (exits + (trace.stack("remainder") * at_exit).sum(0)).mean()
+
+
+def surviving(hazard: Tensor) -> Tensor:
+    """prod_{j <= l} (1 - h_j) over the first axis.
+
+    By logarithms: the backward pass of cumprod asks the GPU whether there are zeros, and waits for the answer.
+    """
+    return (1 - hazard).clamp_min(1e-12).log().cumsum(0).exp()
+
+
+def halting_distribution(scores: Tensor, live: Tensor, kind: str = "act") -> Tensor:
+    """(L, B, N) scores h of live tokens -> (L, B, N) probability that a token halts exactly at l; sums to 1 over l.
+
+    'act' (A-ViT Eq. 6-7): p_l = h_l below the exit N, and the remainder 1 - sum h at N.
+    'hazard': h_l is the chance to halt at l for who came so far, p_l = h_l prod_{j<l} (1 - h_j), what is left at N.
+    """
+    live_f = live.to(scores.dtype)
+    last = live_f - torch.cat([live_f[1:], torch.zeros_like(live_f[:1])])  # 1 at the exit layer
+    if kind == "act":
+        before = scores.cumsum(0) - scores
+        left = (1 - before).clamp_min(0)
+        return torch.where(last > 0, left, torch.minimum(scores, left) * live_f)
+    stay = torch.cat([torch.ones_like(scores[:1]), surviving(scores * live_f)[:-1]])
+    return torch.where(last > 0, stay, scores * stay * live_f)
+
+
+def halting_kl(actual: Tensor, log_target: Tensor) -> Tensor:
+    """KL(actual || target) over the first axis. Where `actual` is 0, so are its term and that term's gradient."""
+    log_actual = torch.where(actual > 0, actual, 1.0).log()
+    return (actual * (log_actual - log_target)).sum(0)

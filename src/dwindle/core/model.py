@@ -1,0 +1,370 @@
+"""AdaptiveViT, the one loop; adapt(), the one verb. The whole forward path is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..backbones import Backbone, backbone_of
+from ..errors import DwindleError, unknown
+from ..methods import Method
+from ..ops.patches import cutting
+from .cost import static_macs, trace_macs
+from .masked import Masked
+from .tokens import Packed, Tokens
+from .trace import Trace
+
+if TYPE_CHECKING:
+    from ..runtime.prepared import PreparedViT
+
+LAYOUTS: dict[str, type[Masked] | type[Packed]] = {"masked": Masked, "packed": Packed}
+DISTILLATIONS = ("soft", "hard", "token")
+
+
+@dataclass(repr=False)
+class Output:
+    """What a model says of a batch. Also read as `out["logits"]`, and as the tuple (loss, logits), or (logits,)."""
+
+    logits: Tensor  # (B, classes)
+    trace: Trace
+    features: Tensor  # (B, N, D): every token, at the depth where it stopped
+    loss: Tensor | None = None  # where labels were given
+
+    def __getitem__(self, key: str | int | slice) -> Any:
+        if isinstance(key, str):
+            return getattr(self, key)
+        return tuple(value for value in (self.loss, self.logits) if value is not None)[key]
+
+    def __repr__(self) -> str:
+        loss = "" if self.loss is None else f"loss={self.loss.item():.4f}, "
+        shapes = f"logits={tuple(self.logits.shape)}, features={tuple(self.features.shape)}"
+        return f"{type(self).__name__}({loss}{shapes}, trace={self.trace})"
+
+
+class AdaptiveViT(nn.Module):
+    """A vision transformer (`vit`, its weights and keys untouched) and the method that says which tokens go on."""
+
+    def __init__(self, vit: nn.Module, method: Method) -> None:
+        super().__init__()
+        self.backbone: Backbone = backbone_of(vit)
+        method.bind(self.backbone.shape)
+        self.vit = vit
+        self.method = method
+        self.layout: str | None = None  # None: masked while training, packed in eval
+        self.checks = True  # whether answers are looked at for NaN; on a GPU each look waits for it
+        self.backbone.install()
+
+    def forward(
+        self,
+        images: Tensor | None = None,
+        layout: str | None = None,
+        depths: Tensor | None = None,
+        dial: Tensor | None = None,
+        *,
+        pixel_values: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Output:
+        """`depths` (B, N) forces who stops when: scores are still computed, only the outcome is replaced.
+
+        dial: (B,) the method's dial for each image, so that images with different budgets share a batch.
+
+        layout: 'masked' or 'packed'. None: masked while training, packed in eval. What computes faster than these is
+        for weights that stay: `prepare`.
+
+        pixel_values, labels: images, and what they show, by the names that Hugging Face's Trainer gives them. With
+        labels `out.loss` is there, and while training the call is a whole step's: it holds the budget too.
+        """
+        images = self.check_images(pixel_values if images is None else images)
+        layout = layout or self.layout or ("masked" if self.training else "packed")
+        if layout not in LAYOUTS:
+            raise unknown("layout", layout, LAYOUTS)
+        if self.training:
+            self.method.trained = True
+        elif depths is None:
+            self.method.tell_unready()
+        out = self.run(images, LAYOUTS[layout].start, depths, dial)
+        self.check_logits(out.logits, images)
+        if labels is not None:
+            out.loss = self.loss(out, labels)["total"]
+            if self.training:
+                self.hold_budget(out)
+        return out
+
+    def run(
+        self,
+        images: Tensor,
+        start: Callable[[Tensor, int], Tokens],
+        depths: Tensor | None = None,
+        dial: Tensor | None = None,
+    ) -> Output:
+        """The loop, in the layout that `start` begins."""
+        shape = self.backbone.shape
+        with cutting(images):
+            embedded = self.backbone.embed(images)
+        tokens = start(embedded, shape.prefix)
+        tokens.reader, tokens.compiling = self.backbone.readout, self.backbone.compiled
+        if depths is not None:
+            if tuple(depths.shape) != tuple(tokens.shape):
+                wanted = " x ".join(map(str, tokens.shape))
+                raise DwindleError(f"depths of shape {tuple(depths.shape)}: give one per image and token, {wanted}.")
+            tokens.notes["forced"] = depths.to(images.device).reshape(tokens.x.shape[:-1])
+        if dial is not None:
+            self.check_dial(dial, len(images))
+            tokens.notes["dial"] = tokens.per_image(dial.to(images.device))
+        trace = Trace(tokens.shape, shape.prefix, shape.grid((images.shape[-2], images.shape[-1])), shape.blocks)
+
+        tokens = self.method.start(tokens)
+        for depth, block in enumerate(self.backbone.blocks):
+            tokens = self.backbone.run(block, tokens)  # only attention looks at neighbours
+            verdict = self.method.step(depth, tokens)
+            tokens.add_final(verdict.weight)
+            trace.record(tokens, verdict.record, verdict.exit)
+            tokens = tokens.advance(verdict.keep, verdict.gate)  # masked: gate; packed: shorter list
+            if tokens.empty:
+                break
+        features = tokens.stream()
+        return Output(self.backbone.readout(features), trace, features)
+
+    def prepare(self) -> PreparedViT:
+        """A copy for weights that stay, which answers as this machine computes fastest: `fast = model.prepare()`.
+
+        What happens to this model afterwards does not reach it: prepare again after training.
+        """
+        from ..runtime.prepared import PreparedViT
+
+        return PreparedViT(self)
+
+    def loss(
+        self,
+        out: Output,
+        labels: Tensor,
+        teacher: Output | None = None,
+        *,
+        label_weight: float = 1.0,
+        teacher_weight: float = 1.0,
+        weights: Tensor | None = None,
+        **options: Any,
+    ) -> dict[str, Tensor]:
+        """The task's cross-entropy, the method's terms, and their weighted sum under "total". Changes nothing: a budget
+        is held by `hold_budget`, once a step.
+
+        labels: (B,) classes, or (B, classes) shares. teacher: what a static model said of the batch; adds "distill" and
+        grounds methods that ask for it. options: those of `terms`. weights: of the terms, in their order, where a
+        recorded step reads them; None: as the method says, and of the task and the teacher as given here.
+        """
+        terms = self.terms(out, labels, teacher, **options)
+        if weights is None:
+            named = self.weights(label_weight, teacher_weight)
+            total = torch.stack([named[name] * term for name, term in terms.items()]).sum()
+        else:
+            total = (torch.stack([term.float() for term in terms.values()]) * weights[: len(terms)]).sum()
+        return terms | {"total": total}
+
+    def hold_budget(self, out: Output) -> None:
+        """After a training step on this batch: what it cost moves the bar that holds the budget."""
+        self.method.hold_budget(self.cost(out.trace))
+
+    def weights(self, label_weight: float = 1.0, teacher_weight: float = 1.0) -> dict[str, float]:
+        """Of the loss terms, by their names."""
+        return {"task": label_weight, "distill": teacher_weight} | self.method.loss_weights
+
+    def terms(
+        self,
+        out: Output,
+        labels: Tensor,
+        teacher: Output | None = None,
+        *,
+        distill: str = "soft",
+        temperature: float = 1.0,
+        label_smoothing: float = 0.0,
+    ) -> dict[str, Tensor]:
+        """The loss terms, unweighted.
+
+        distill: 'soft', KL(teacher || student); 'hard', cross-entropy with the teacher's answer; 'token', the same on
+        the distillation token's own head, while the class token's learns from the labels (DeiT).
+        """
+        self._check_labels(labels, out.logits)
+        if distill not in DISTILLATIONS:
+            raise unknown("distillation", distill, DISTILLATIONS)
+        answers, heads = [out.logits], (out.logits, out.logits)
+        weights = self.method.exit_weights(out.trace)
+        if weights is not None and teacher is not None and distill == "token":
+            raise DwindleError(
+                f"{type(self.method).__name__} learns from an answer at every depth, the distillation token answers "
+                "once; distil with distill='soft' or 'hard'."
+            )
+        if weights is not None:
+            answers = out.trace.exits
+        elif teacher is not None and distill == "token":
+            heads = self.backbone.answers(out.features)
+            answers = [heads[0]]
+
+        def mean(loss: Callable[[Tensor], Tensor], answers: list[Tensor]) -> Tensor:
+            """Of a loss per image, over images, and over depths where each has an answer of its own."""
+            losses = torch.stack([loss(answer) for answer in answers])
+            return (losses if weights is None else weights[: len(losses)] * losses).sum(0).mean()
+
+        terms = {
+            "task": mean(
+                lambda a: F.cross_entropy(a, labels, label_smoothing=label_smoothing, reduction="none"), answers
+            )
+        }
+        if teacher is not None and distill == "soft":
+            wanted = F.log_softmax(teacher.logits.float() / temperature, -1)
+
+            def divergence(answer: Tensor) -> Tensor:
+                said = F.log_softmax(answer.float() / temperature, -1)
+                return F.kl_div(said, wanted, reduction="none", log_target=True).sum(-1) * temperature**2
+
+            terms["distill"] = mean(divergence, answers)
+        elif teacher is not None:
+            wanted = teacher.logits.argmax(-1)
+            taught = [heads[1]] if distill == "token" else answers
+            terms["distill"] = mean(lambda a: F.cross_entropy(a, wanted, reduction="none"), taught)
+        return terms | self.method.losses(out, teacher)
+
+    def _check_labels(self, labels: Tensor, logits: Tensor) -> None:
+        images, classes = logits.shape
+        if not self.backbone.shape.classes:
+            raise DwindleError(
+                f"This {type(self.vit).__name__} has no head (num_classes=0): it answers with an embedding, which has "
+                "no loss with labels; give it one (num_classes=...)."
+            )
+        shares = labels.is_floating_point()
+        if tuple(labels.shape) != ((images, classes) if shares else (images,)):
+            raise DwindleError(
+                f"Labels of shape {tuple(labels.shape)} and type {labels.dtype} do not fit {images} images; give whole "
+                f"numbers ({images},), or shares of the {classes} classes as floats ({images}, {classes})."
+            )
+        # On a GPU this look would cost a synchronisation; there the data was checked when it was opened.
+        if (
+            torch.compiler.is_compiling()
+            or labels.is_cuda
+            or shares
+            or 0 <= int(labels.min()) <= int(labels.max()) < classes
+        ):
+            return
+        raise DwindleError(
+            f"Labels run from {int(labels.min())} to {int(labels.max())}, but the model has {classes} classes (0 to "
+            f"{classes - 1}); give it a head that fits the data (num_classes=...)."
+        )
+
+    @torch.no_grad()
+    def macs(self, trace: Trace) -> Tensor:
+        """(B,) multiply-accumulates of each image."""
+        return trace_macs(self.backbone.shape, trace, self.method)
+
+    def cost(self, trace: Trace) -> Tensor:
+        """What the images of the trace cost, as a share of the static model's."""
+        return (self.macs(trace).mean() / self.static_macs(trace)).float()
+
+    def static_macs(self, trace: Trace | None = None) -> float:
+        """The same image with nothing halted."""
+        shape = self.backbone.shape
+        image = None if trace is None else (trace.grid[0] * shape.patch[0], trace.grid[1] * shape.patch[1])
+        return static_macs(shape, image)
+
+    def unwrap(self) -> nn.Module:
+        """The wrapped model, as it was before `adapt` (its weights as trained since)."""
+        self.backbone.remove()
+        return self.vit
+
+    def push_to_hub(self, repo: str, **options: Any) -> str:
+        """Upload as a checkpoint with a model card; `dwindle.load(repo)` reads it back. options: those of `io.hub`."""
+        from ..io.hub import push_to_hub
+
+        return push_to_hub(self, repo, **options)
+
+    def check_images(self, images: Any) -> Tensor:
+        """The images, if the model takes them."""
+        if not isinstance(images, Tensor):
+            raise DwindleError(
+                f"The images are {_told(images)}; give a float tensor (batch, channels, height, width), such as "
+                "torch.from_numpy(array), or what `eval_transform` of dwindle.io.images.Preprocess makes of a picture."
+            )
+        shape = self.backbone.shape
+        sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == shape.channels
+        if self.backbone.any_size:
+            sized = sized and all(side and side % patch == 0 for side, patch in zip(images.shape[-2:], shape.patch))
+        else:
+            sized = sized and tuple(images.shape[-2:]) == shape.image
+        if not sized or not images.is_floating_point():
+            size = f"multiples of {shape.patch}" if self.backbone.any_size else f"{shape.image[0]} x {shape.image[1]}"
+            raise DwindleError(
+                f"Images of shape {tuple(images.shape)} and type {images.dtype} do not fit this model; it takes floats "
+                f"(batch, {shape.channels}, {size}); resize the images or build the model with img_size=..."
+            )
+        check_dtype(images, next(self.vit.parameters()).dtype)
+        return images
+
+    def check_dial(self, dial: Tensor, images: int) -> None:
+        method = type(self.method).__name__
+        if not self.method.dial_per_image or dial.shape != (images,):
+            raise DwindleError(
+                f"dial of shape {tuple(dial.shape)} for {images} images: give one number per image, and to a method "
+                f"that takes them ({method} "
+                f"{'does' if self.method.dial_per_image else 'has one setting for the whole batch'})."
+            )
+        looks = self.checks and not torch.compiler.is_compiling()
+        if looks and not (dial.is_cuda and torch.cuda.is_current_stream_capturing()) and dial.isnan().any():
+            raise DwindleError(f"dial holds NaN, with which no token of {method} would ever go on; give numbers.")
+
+    def check_logits(self, logits: Tensor, images: Tensor) -> None:
+        if not self.checks or torch.compiler.is_compiling() or (self.training and logits.is_cuda):
+            return  # on a GPU in training this look would cost a synchronisation; there the loss says it
+        check_finite(logits, images, self, self.training)
+
+
+def _told(given: Any) -> str:
+    """What somebody gave in place of images."""
+    shape = getattr(given, "shape", None)
+    kind = f"{type(given).__module__.partition('.')[0]}.{type(given).__name__}".removeprefix("builtins.")
+    return "missing" if given is None else f"a {kind}" + (f" of shape {tuple(shape)}" if shape is not None else "")
+
+
+LARGE = 1e4  # normalised pixels lie within a few units of 0
+
+
+def check_finite(logits: Tensor, images: Tensor, model: nn.Module, training: bool = False) -> None:
+    """NaN in an image reaches its logits, where looking for it is cheap."""
+    if logits.isfinite().all():
+        return
+    if not images.isfinite().all():
+        raise DwindleError("The images hold NaN or infinite values; check how they were loaded and normalised.")
+    if training:  # a run that diverges hears it from its loss
+        return
+    damaged = next((name for name, value in model.named_parameters() if not value.isfinite().all()), None)
+    if damaged is not None:
+        raise DwindleError(
+            f"The model gives NaN or infinite logits: its weight '{damaged}' holds NaN or infinite values; load it "
+            "anew, or from another copy."
+        )
+    if (most := float(images.abs().max())) > LARGE:
+        raise DwindleError(
+            f"The images hold values up to {most:.2g}, too large to compute with; normalise them: pixels lie within a "
+            "few units of 0."
+        )
+    raise DwindleError(
+        f"The model gives NaN or infinite logits in {logits.dtype}, though its weights and the images are finite; run "
+        "it in float32, or load its weights from another copy."
+    )
+
+
+def check_dtype(images: Tensor, weights: torch.dtype) -> None:
+    """Autocast brings images and weights together; without it they must be of one type."""
+    if images.dtype != weights and not torch.is_autocast_enabled(images.device.type):
+        raise DwindleError(f"The images are {images.dtype}, the weights {weights}; convert one: images.to({weights}).")
+
+
+def adapt(vit: nn.Module, method: Method) -> AdaptiveViT:
+    """Make a vision transformer adaptive: `adapt(timm.create_model("deit_small_patch16_224"), AHT())`."""
+    if isinstance(vit, AdaptiveViT):
+        raise DwindleError("This model is adaptive already; unwrap() it first to adapt it with another method.")
+    if not isinstance(method, Method):
+        raise DwindleError(f"{method!r} is no method; pass an instance such as AHT() (see `dwindle methods`).")
+    return AdaptiveViT(vit, method)

@@ -1,0 +1,161 @@
+"""A model on a whole data set: what its traces add up to, and what turning its dial does. The report draws these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.model import AdaptiveViT
+from ..io.batches import loader
+from ..io.datasets import Images
+from ..io.images import preprocess_of
+from ..methods.static import Static
+from ..runtime.prepared import quickest
+from ..show import figures as charts
+from .evaluate import turn
+
+Progress = Callable[[str, int, int], None]  # what is being done, images done, images in all
+
+TURNED, TURNED_IMAGES = 7, 1000  # settings of the dial, and the images they are measured on
+PROBED, PROBED_IMAGES = 16, 32  # settings tried to find those, and on how many images
+
+
+@dataclass
+class Stream:
+    """A data set as a model wants it, batch by batch."""
+
+    images: Images
+    batch: int
+    device: str
+    progress: Progress | None = None
+
+    def batches(self, model: AdaptiveViT, what: str, rows: np.ndarray | None = None) -> Iterator[Tensor]:
+        model.eval().to(self.device)
+        part = self.images.select(np.arange(len(self.images)) if rows is None else rows)
+        part.transform = preprocess_of(model).eval_transform()
+        done = 0
+        for x, _ in loader(part, self.batch):
+            yield x.to(self.device)
+            done += len(x)
+            if self.progress:
+                self.progress(what, done, len(part))
+
+
+@dataclass
+class Measured:
+    """What the traces of a data set add up to; the traces themselves are not kept."""
+
+    labels: np.ndarray  # (n,)
+    top1: np.ndarray  # (n,) bool
+    top5: np.ndarray  # (n,) bool
+    depth: np.ndarray  # (n,) mean over the image's tokens
+    gmacs: np.ndarray  # (n,)
+    stops: np.ndarray  # (L,) tokens that stopped after each block
+    patches: np.ndarray  # (rows, columns) mean depth of each position
+    scores: np.ndarray | None  # (L, n) mean over live tokens, NaN where there is none; None: the method has no scores
+    gmacs_static: float
+
+
+@dataclass
+class Baseline:
+    """A model in which nothing halts, on the same images."""
+
+    name: str
+    top1: np.ndarray  # (n,) bool
+    gmacs: float
+
+
+@torch.inference_mode()
+def measure(model: AdaptiveViT, stream: Stream) -> Measured:
+    """One pass of the adaptive model."""
+    columns: dict[str, list[np.ndarray]] = {"best": [], "depth": [], "gmacs": [], "scores": []}
+    stops, patches = np.zeros(model.backbone.shape.blocks, dtype=np.int64), np.zeros(())
+    fast = quickest(model.eval().to(stream.device))
+    for x in stream.batches(model, "measuring"):
+        result = fast(x)
+        trace = result.trace
+        columns["best"].append(_numpy(result.logits.topk(min(5, result.logits.shape[-1])).indices))
+        columns["depth"].append(_numpy(trace.mean_depth))
+        columns["gmacs"].append(_numpy(model.macs(trace) / 1e9))
+        stops += _numpy(torch.bincount(trace.depth.flatten(), minlength=trace.blocks + 1)[1:])
+        patches = patches + _numpy(trace.patches.double().sum(0))
+        if scored := [block for block, values in enumerate(trace.values) if "score" in values]:
+            scores = torch.full_like(trace.counts, torch.nan, dtype=torch.float64)
+            scores[scored] = trace.scores[scored].double().sum(-1) / trace.counts[scored]  # 0 / 0 is the NaN we want
+            columns["scores"].append(_numpy(scores))
+    labels, best = stream.images.labels, np.concatenate(columns["best"])
+    hits = best == labels[:, None]
+    return Measured(
+        labels,
+        hits[:, 0],
+        hits.any(1),
+        np.concatenate(columns["depth"]),
+        np.concatenate(columns["gmacs"]),
+        stops,
+        patches / len(labels),
+        np.concatenate(columns["scores"], 1) if columns["scores"] else None,
+        model.static_macs(trace) / 1e9,
+    )
+
+
+@torch.inference_mode()
+def measure_static(model: AdaptiveViT, name: str, stream: Stream) -> Baseline:
+    """One pass of the same weights without the method."""
+    method, right = model.method, []
+    model.method = Static()
+    model.method.bind(model.backbone.shape)
+    try:
+        fast = quickest(model.eval().to(stream.device))
+        for x in stream.batches(model, "comparing with static"):
+            result = fast(x)
+            right.append(_numpy(result.logits.argmax(-1)))
+    finally:
+        model.method = method
+    return Baseline(name, np.concatenate(right) == stream.images.labels, model.static_macs(result.trace) / 1e9)
+
+
+def _numpy(values: Tensor) -> np.ndarray:
+    return values.cpu().numpy()
+
+
+def dials(model: AdaptiveViT) -> list[tuple[str, float, float]]:
+    """What can be turned after training: name, cheapest, dearest. AHT has its bar and its threshold."""
+    own = [] if model.method.dial is None else [model.method.dial]
+    if own and own[0][0] == "bar":
+        own.append(("threshold", 1e-3, float(model.backbone.shape.blocks)))
+    return own
+
+
+@torch.inference_mode()
+def turn_dial(
+    model: AdaptiveViT, stream: Stream, rows: np.ndarray, dial: tuple[str, float, float]
+) -> list[dict[str, float]]:
+    """Accuracy and cost at settings of the dial, the one as trained first. The model is left as it was."""
+    name, cheap, dear = dial
+    trained = float(getattr(model.method, name))
+    fast: Any = quickest(model.eval().to(stream.device))
+    few = torch.cat(list(stream.batches(model, "probing the dial", rows[:PROBED_IMAGES])))
+
+    def cost(value: float) -> float:
+        turn(fast, value, name)
+        return model.macs(fast(few).trace).mean().item()
+
+    try:
+        settings = [trained, *charts.spread_settings(cost, cheap, dear, TURNED, PROBED)]
+        points = [{"setting": setting, "gmacs": 0.0, "top1": 0.0} for setting in settings]
+        labels, at = stream.images.labels[rows], 0
+        for x in stream.batches(model, "turning the dial", rows):
+            wanted, at = labels[at : at + len(x)], at + len(x)
+            for point in points:
+                turn(fast, point["setting"], name)
+                result = fast(x)
+                point["gmacs"] += model.macs(result.trace).sum().item() / 1e9 / len(rows)
+                point["top1"] += 100 * int((_numpy(result.logits.argmax(-1)) == wanted).sum()) / len(rows)
+    finally:
+        turn(fast, trained, name)
+    return points

@@ -1,0 +1,222 @@
+"""Static and adaptive timed in one run, turn about, so that both see the same machine."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.backbone import Shape, backbone_of
+from ..core.model import AdaptiveViT, adapt
+from ..errors import DwindleError, unknown
+from ..io.checkpoint import load_halting, shipped
+from ..methods.aht import AHT
+from ..runtime.dtypes import DTYPES
+from ..runtime.int8 import is_int8, quantize
+
+INT8 = "int8"  # linear layers of blocks, on a CPU; the rest is fp32
+
+
+def model_to_bench(name: str) -> AdaptiveViT:
+    """A checkpoint; or a timm model with random weights and AHT, its planners at the quarters of the depth."""
+    import timm
+
+    if name in shipped() or Path(name).exists() or "/" in name:
+        return load_halting(name)
+    if not timm.is_model(name):
+        hint = "give a timm model's name, a checkpoint folder or a shipped name"
+        raise unknown("model or checkpoint", name, [*timm.list_models(), *shipped()], hint)
+    vit = timm.create_model(name)
+    blocks = backbone_of(vit).shape.blocks
+    return adapt(vit, AHT(stages=(max(blocks // 4, 1), max(blocks // 2, 1), max(3 * blocks // 4, 1))))
+
+
+def forced_depths(images: int, shape: Shape, fraction: float, seed: int = 0) -> Tensor:
+    """(B, N) random exit depths that leave exactly this share of token-blocks, prefix tokens to the end.
+
+    Drawn as L u^a with mean `fraction` L, so that images differ in their number of live tokens at every block.
+    """
+    if not 0 < fraction <= 1:
+        raise DwindleError(f"fraction = {fraction}: it is the share of token-blocks still computed, in (0, 1].")
+    generator = torch.Generator().manual_seed(seed)
+    patches, blocks = shape.tokens() - shape.prefix, shape.blocks
+    least = (shape.prefix * blocks + patches) / (shape.tokens() * blocks)
+    if fraction < least:
+        raise DwindleError(
+            f"fraction = {fraction}: every token runs the first of {blocks} blocks, class tokens run all; give a share "
+            f"from {math.ceil(100 * least) / 100} to 1."
+        )
+    wanted = round(fraction * images * shape.tokens() * blocks) - images * shape.prefix * blocks
+    drawn = torch.rand(images * patches, generator=generator, dtype=torch.float64)
+    depths = (blocks * drawn ** (1 / fraction - 1)).ceil().long().clamp(1, blocks)
+    while (gap := wanted - int(depths.sum())) != 0:
+        step = 1 if gap > 0 else -1
+        movable = (depths < blocks if gap > 0 else depths > 1).nonzero()[:, 0]
+        chosen = movable[torch.randperm(len(movable), generator=generator)[: abs(gap)]]
+        depths[chosen] += step
+    full = torch.full((images, shape.prefix), blocks)
+    return torch.cat([full, depths.view(images, patches)], 1)
+
+
+TURN = 4.0  # milliseconds: a short call is repeated this long before the next one's turn
+
+
+def milliseconds(calls: Sequence[Callable[[], Any]], seconds: float, device: torch.device) -> list[list[float]]:
+    """Time the calls in turn for about `seconds` in all (at least five rounds): one list of milliseconds per call.
+
+    A call shorter than a turn has the turn to itself and counts by its median there: right after another model has run,
+    its Python would be cold, and a user's calls come one after the other.
+    """
+
+    def once(call: Callable[[], Any]) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - begin) * 1e3
+
+    def turn(call: Callable[[], Any]) -> float:
+        spent = [once(call)]
+        while sum(spent) < TURN:
+            spent.append(once(call))
+        return statistics.median(spent)
+
+    for call in calls:  # warm-up
+        turn(call)
+        once(call)
+    times: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + seconds
+    while len(times[0]) < 5 or time.perf_counter() < end:
+        for spent, call in zip(times, calls):
+            spent.append(turn(call))
+    return times
+
+
+def some_photos(model: AdaptiveViT, data: str, count: int) -> Tensor:
+    """Up to `count` evaluation images, of every kind there is, as the model takes them."""
+    from ..io.sets import evaluation_images
+
+    images = evaluation_images(model, data, min(count, 256), seed=0, labelled=False)
+    return torch.stack([images[i][0] for i in range(len(images))])
+
+
+def static_calls(model: AdaptiveViT, images: Tensor, variants: Sequence[str]) -> dict[str, Callable[[], Any]]:
+    """The wrapped model without us: 'eager', 'graph' (as a CUDA graph), 'compile' (torch.compile, max-autotune)."""
+    from ..runtime.cuda.recording import captured
+
+    vit = copy.deepcopy(model).unwrap()
+    calls: dict[str, Callable[[], Any]] = {"eager": partial(vit, images)}
+    if "graph" in variants:
+        graph = captured(partial(vit, images))
+
+        def replay(held: Any = (vit, images)) -> None:  # the graph reads its weights where they lie
+            graph.replay()
+
+        calls["graph"] = replay
+    if "compile" in variants:
+        # Each size for itself: kernels for any batch would be slower, and the comparison easier than it is.
+        calls["compile"] = partial(torch.compile(vit, mode="max-autotune", dynamic=False), images)
+    return {name: calls[name] for name in variants}
+
+
+def bench(
+    model: AdaptiveViT,
+    batches: Sequence[int],
+    fractions: Sequence[float],
+    device: str = "cpu",
+    dtype: str = "fp32",
+    seconds: float = 4.0,
+    progress: Callable[[dict[str, Any]], None] | None = None,
+    static: Sequence[str] | None = None,
+    photos: Tensor | None = None,
+) -> dict[str, Any]:
+    """Forced depths replace only the outcome of decisions: the method's scores and the compaction run and are timed.
+
+    static: variants to time against, by default all of a GPU's, 'eager' on a CPU; the best is what counts.
+    photos: real images, for which the model decides by itself; `fractions` are left out.
+    On a GPU images lie where the graphs read them, for static and adaptive; `handed_ms` is with copying them there.
+    """
+    place = torch.device(device)
+    on_gpu = place.type == "cuda"
+    if dtype == INT8 or is_int8(model):
+        if on_gpu or dtype not in (INT8, "fp32"):
+            raise DwindleError(
+                f"--dtype {dtype} on {place}: an int8 model runs on a CPU, and the rest of it in fp32; take "
+                "--device cpu --dtype int8."
+            )
+        model, dtype = model if is_int8(model) else quantize(model), INT8
+    number = DTYPES.get(dtype, torch.float32)
+    model = model.eval().to(place, number)
+    shape = model.backbone.shape
+    variants = list(static or (("eager", "graph", "compile") if on_gpu else ("eager",)))
+    rows = []
+    for batch in batches:
+        if photos is None:
+            images = torch.randn(batch, shape.channels, *shape.image)
+        else:
+            images = photos[torch.arange(batch) % len(photos)]
+        images = images.to(place, number)
+        with torch.inference_mode():
+            plain = static_calls(model, images, variants)
+            for fraction in fractions if photos is None else [None]:
+                row = _row(model, images, plain, fraction, seconds)
+                rows.append(row)
+                if progress:
+                    progress(row)
+    name = torch.cuda.get_device_name(place) if on_gpu else f"cpu ({torch.get_num_threads()} threads)"
+    return {"rows": rows, "device": name, "dtype": dtype, "torch": torch.__version__}
+
+
+def _row(
+    model: AdaptiveViT,
+    images: Tensor,
+    plain: dict[str, Callable[[], Any]],
+    fraction: float | None,
+    seconds: float,
+) -> dict[str, Any]:
+    place, fast = images.device, model.prepare()
+    depths = None if fraction is None else forced_depths(len(images), model.backbone.shape, fraction).to(place)
+    adaptive: dict[str, Callable[[], Any]] = {"adaptive": partial(fast, images, depths=depths)}
+    if place.type == "cuda":
+        adaptive["packed"] = partial(model, images, layout="packed", depths=depths)
+        adaptive["handed"] = partial(fast, images, depths=depths)
+        there: Any = fast.inputs(images, depths)
+        # Static's graph reads images where they lie: so does ours.
+        adaptive["adaptive"] = partial(fast, there[0], depths=there[1])
+        torch.cuda.reset_peak_memory_stats(place)
+        fast(images, depths=depths)
+        peak = torch.cuda.max_memory_allocated(place)
+    calls = plain | adaptive
+    spent = dict(zip(calls, milliseconds(list(calls.values()), seconds, place)))
+    medians = {name: round(statistics.median(times), 4) for name, times in spent.items()}
+    best = min(plain, key=lambda name: medians[name])
+    # Each round's own ratio: a slow moment of the machine hits both sides of it.
+    ratios = [s / a for s, a in zip(spent[best], spent["adaptive"])]
+    row: dict[str, Any] = {
+        "batch": len(images),
+        "fraction": fraction,
+        "static_ms": medians[best],
+        "adaptive_ms": medians["adaptive"],
+        "speedup": round(statistics.median(ratios), 3),
+        "spread": round(statistics.pstdev(ratios), 3),
+        "rounds": len(ratios),
+    }
+    if fraction is None:
+        trace = fast(images).trace
+        row["fraction"] = round(float(trace.live.float().mean()), 4)
+    if place.type == "cuda":
+        row["static_ms"] = {name: medians[name] for name in plain}
+        row |= {"best": best, "handed_ms": medians["handed"], "packed_eager_ms": medians["packed"]}
+        row |= {"peak_mib": round(peak / 2**20, 1)}
+        row["engine"] = fast.path(images)
+    return row

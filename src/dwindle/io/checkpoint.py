@@ -1,0 +1,416 @@
+"""Checkpoints: a folder (or Hub repository) of `config.json` and `model.safetensors`. Loading never runs code from it.
+
+The weights keep their names: those of the ViT as timm or Hugging Face call them, those of the method behind
+"method.". With `what="method"` only the latter are saved, to be put beside an untouched ViT.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..core.backbone import Backbone, backbone_of
+from ..core.model import AdaptiveViT, adapt
+from ..errors import DwindleError, brief, printable, unknown
+from ..files import put_weights, scratch
+from ..methods import Method
+from ..methods.static import Static
+from ..runtime.int8 import is_int8, to_int8
+from .classes import known_classes
+from .config import CONFIG, FORMAT, OTHER_VERSION, SAVED, check_extra, read_config, signed
+from .download import fetched, is_hub_id
+
+if TYPE_CHECKING:
+    from ..models.adaperceiver import AdaPerceiver
+
+WEIGHTS = "model.safetensors"
+LANGUAGE = ("charlm", "hf_lm")  # families of language models
+WEIGHT_KINDS = ("float", "int8")
+OWN = "adaperceiver"  # the family of networks that are no conversion
+
+
+def save(
+    model: AdaptiveViT | AdaPerceiver,
+    folder: str | os.PathLike,
+    *,
+    what: str = "all",
+    half: bool = False,
+    extra: dict[str, Any] | None = None,
+    weights: dict[str, Tensor] | None = None,
+) -> Path:
+    """Write a checkpoint folder. A new one appears whole or not at all, also when the process is killed. In one that is
+    there already weights and config are replaced one after the other; `load` refuses those that a kill kept apart.
+
+    what: 'all', or 'method' for only what the method added. half: store weights in float16.
+    extra: JSON kept in the config (data, preprocessing, results); `load` hands it back as `model.extra`.
+    weights: the model's state dict, where it was gathered from several processes.
+    """
+    folder = Path(folder)
+    if folder.is_file():
+        raise DwindleError(f"{folder} is a file; a checkpoint is a folder, so give the name of a new one.")
+    if what not in SAVED:
+        raise unknown("choice of what to save", what, SAVED)
+    config: dict[str, Any] = {
+        "format": FORMAT,
+        "library": "dwindle",
+        **_described(model),
+        "saved": what,
+        "extra": {**_named(model), **getattr(model, "extra", {}), **(extra or {})},
+    }
+    check_extra(config["extra"])
+    state = plain_names(model.state_dict() if weights is None else weights)
+    chosen = {name: value for name, value in state.items() if what == "all" or name.startswith("method.")}
+    stored = {name.removeprefix("vit."): _storable(value, half) for name, value in chosen.items()}
+    signed(config)  # what is no JSON is refused before anything is written
+    with scratch(folder) as place:
+        place.mkdir()
+        put_weights(place / WEIGHTS, stored, {"format": "pt"})
+        config = signed(config | {"weights_sha256": _sha256(place / WEIGHTS)})
+        (place / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        _swap_in(place, folder)
+    return folder
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _named(model: Any) -> dict[str, Any]:
+    """What a Hugging Face or timm config calls the classes: what is rebuilt from ours would not know."""
+    names = known_classes(model)
+    return {} if names is None else {"classes": names}
+
+
+def _described(model: Any) -> dict[str, Any]:
+    """Which network, and which method on it. A network of its own is described by its settings alone."""
+    if not hasattr(model, "method"):
+        options = {"family": OWN, "model": type(model).__name__, "options": model.config}
+        return {"backbone": options, "method": {"name": None, "options": {}}}
+    before = getattr(model.backbone, "described", None)  # a language model's layers are not exchanged
+    described = before or model.backbone.describe() or {"model": None, "options": None}
+    config = {
+        "backbone": {"family": model.backbone.family, **described},
+        "method": {
+            "name": type(model.method).__name__,
+            "options": model.method.config,
+            "trained": getattr(model.method, "trained", True),
+        },
+    }
+    return config | ({"weights": "int8"} if is_int8(model) else {})
+
+
+def _swap_in(made: Path, folder: Path) -> None:
+    """Put the folder `made` in the place of `folder`, keeping other files that lie there."""
+    if not folder.exists():
+        made.rename(folder)
+        return
+    for name in (WEIGHTS, CONFIG):  # the weights first: a config never stands beside weights older than itself
+        os.replace(made / name, folder / name)
+
+
+def _storable(value: Tensor, half: bool) -> Tensor:
+    value = value.detach().cpu()
+    if half and value.is_floating_point() and value.dim():
+        value = value.half()
+    return value.contiguous().clone()
+
+
+def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: str | None = None) -> AdaptiveViT:
+    """Read a checkpoint: a folder, the name of one that ships with Dwindle, or a Hub id. In eval mode, on the CPU.
+
+    vit: put the weights into this model instead of building one; needed where only the method was saved.
+    """
+    folder = find(source, revision)
+    config = read_config(folder)
+    if config["backbone"]["family"] in LANGUAGE:
+        from ..models.lm.load import load_lm
+
+        return load_lm(folder, lm=vit)  # type: ignore[return-value]  # an AdaptiveLM: lm/ stands beside the ViTs
+    model = _own(folder, config) if config["backbone"]["family"] == OWN else _adapted(folder, config, vit)
+    model.extra = config.get("extra", {})
+    return model.eval()
+
+
+def _adapted(folder: Path, config: dict[str, Any], vit: nn.Module | None) -> Any:
+    """A vision transformer with its method."""
+    backbone, method, kind = config["backbone"], config["method"], config.get("weights", "float")
+    if method["name"] not in Method.registry:
+        raise unknown("method", method["name"], Method.registry, hint=f"{folder / CONFIG} was saved with it")
+    if kind not in WEIGHT_KINDS:
+        raise unknown("kind of weights", kind, WEIGHT_KINDS, hint=f"{folder / CONFIG} names it")
+    weights = read_both(folder, config)
+    parts = {"method": {n.removeprefix("method."): w for n, w in weights.items() if n.startswith("method.")}}
+    if config["saved"] == "all":
+        parts["vit"] = {n: w for n, w in weights.items() if not n.startswith("method.")}
+    own = partial(Method.registry[method["name"]].from_config, method["options"])
+
+    def make(vit: nn.Module, method: Method) -> AdaptiveViT:
+        model = adapt(vit, method)
+        return to_int8(model) if kind == "int8" else model
+
+    if vit is None:
+        rebuild = _rebuilder(folder, config)
+        twin = planned(lambda: make(rebuild(backbone), Static()), folder)
+        check_fit(twin.vit, parts["vit"], folder)
+        shape = twin.backbone.shape
+    else:
+        family, shape = backbone_of(vit).family, backbone_of(vit).shape
+        if family != backbone["family"]:
+            raise DwindleError(
+                f"{folder} belongs to a {backbone['family']} model, but vit is a {family} model; pass one it fits."
+            )
+    check_method(own, shape, parts["method"], folder)
+    with by_config(folder):
+        model = make(rebuild(backbone) if vit is None else vit, own())
+    model.method.trained = model.method.held = method.get("trained", True)
+    return filled(model, parts, folder)
+
+
+def _rebuilder(folder: Path, config: dict[str, Any]) -> Callable[[dict[str, Any]], nn.Module]:
+    backbone = config["backbone"]
+    if config["saved"] == "method" or backbone["options"] is None:
+        raise DwindleError(
+            f"{folder} does not hold its {backbone['family']} backbone; pass the model it belongs to as vit=..."
+        )
+    families = {family.family: family for family in _families()}
+    if backbone["family"] not in families:
+        raise unknown("backbone family", backbone["family"], families)
+    return families[backbone["family"]].rebuild
+
+
+def planned(make: Callable[[], Any], folder: Path) -> Any:
+    """What `make` makes by the config, on the meta device: names and shapes without memory. What fits the weights that
+    lie beside the config is no larger than these, and may be made."""
+    with by_config(folder), torch.device("meta"), _Unfilled():
+        return make()
+
+
+class _Unfilled(TorchFunctionMode):
+    """Nothing is drawn for weights that are only shapes: on the meta device that takes longer than all the rest."""
+
+    draws = frozenset(("uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return (args or (kwargs["tensor"],))[0] if func.__name__ in self.draws else func(*args, **kwargs)
+
+
+def check_method(own: Callable[[], Any], shape: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    """That the method (or router) has these weights, before memory is taken for it."""
+    with by_config(folder), torch.device("meta"):
+        method = own()
+        try:
+            method.bind(shape)
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
+            return  # it computes with tensors as it is bound: then it is made as it is
+    check_fit(method, weights, folder)
+
+
+def filled(model: Any, parts: Mapping[str, dict[str, Tensor]], folder: Path) -> Any:
+    """With these weights in its submodules of these names."""
+    for name, weights in parts.items():
+        fill(model.get_submodule(name), weights, folder)
+    return model
+
+
+@contextmanager
+def by_config(folder: Path) -> Iterator[None]:
+    """What cannot be made is the config's fault: of this library's classes, which say so, or of another's."""
+    try:
+        yield
+    except DwindleError as error:
+        reason = str(error).removesuffix(".")
+        raise DwindleError(
+            f"{folder / CONFIG} has settings this version does not know, so that it cannot be built ({reason}); "
+            f"{OTHER_VERSION}."
+        ) from error
+    except Exception as error:  # a backbone's own constructor may raise anything
+        reason = printable(str(error).partition("\n")[0])
+        raise DwindleError(
+            f"{folder / CONFIG} describes a model that cannot be built ({type(error).__name__}: {reason}); "
+            f"{OTHER_VERSION}."
+        ) from error
+
+
+def load_halting(source: str | os.PathLike) -> AdaptiveViT:
+    """A checkpoint of a vision transformer whose tokens halt; the others are refused by what they are."""
+    model: Any = load(source)
+    if isinstance(model, AdaptiveViT):
+        return model
+    if hasattr(model, "lm"):
+        raise DwindleError(f"{source} is a language model and takes no images; use dwindle view, eval or generate.")
+    raise DwindleError(
+        f"{source} is an AdaPerceiver, whose tokens do not halt; use dwindle eval, bench, view, grid or policies."
+    )
+
+
+def _own(folder: Path, config: dict[str, Any]) -> Any:
+    """An AdaPerceiver. Typed Any, as callers that take either kind ask which it is."""
+    from ..models.adaperceiver import AdaPerceiver
+
+    options, weights = config["backbone"]["options"] or {}, read_both(folder, config)
+    if "readouts" not in options:  # saved when there was one, which had no name
+        nameless = ("write.", "output", "head.")
+        weights = {f"readouts.0.{n}" if n.startswith(nameless) else n: w for n, w in weights.items()}
+    check_fit(planned(lambda: AdaPerceiver(**options), folder), weights, folder)
+    return filled(AdaPerceiver(**options), {"": weights}, folder)
+
+
+def shipped() -> dict[str, Path]:
+    """Checkpoints that come with the package, by name."""
+    assets = Path(str(files("dwindle"))) / "assets"
+    return {folder.name: folder for folder in sorted(assets.iterdir()) if (folder / CONFIG).is_file()}
+
+
+def find(source: str | os.PathLike, revision: str | None = None) -> Path:
+    """The folder behind a path, a shipped name or a Hub id."""
+    if not isinstance(source, str | os.PathLike):
+        raise DwindleError(f"{brief(source)} names no checkpoint; give a folder, a shipped name or a Hub id.")
+    name = os.fspath(source)
+    if os.path.isdir(name):  # unlike Path, it knows of names that no file can have
+        return Path(name)
+    if name in shipped():
+        return shipped()[name]
+    if os.path.exists(name):
+        raise DwindleError(f"{name} is a file; a checkpoint is a folder holding {CONFIG} and {WEIGHTS}.")
+    if not is_hub_id(name):
+        raise unknown("checkpoint", name, shipped(), hint="give a folder, a shipped name or a Hub id (owner/name)")
+    return fetched(name, revision, [CONFIG, WEIGHTS])
+
+
+def family_of(name: str) -> str | None:
+    """The backbone's, of the folder, shipped name or Hub id of that name. None: it is none of these."""
+    there = name in shipped() or os.path.isdir(name) or "/" in name
+    return read_config(find(name))["backbone"]["family"] if there else None
+
+
+def read_both(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights that were saved with this config."""
+    from safetensors import safe_open
+
+    weights = read_weights(folder / WEIGHTS, config.get("weights_sha256"))
+    if "weights_sha256" not in config:  # of before there were any, both name the same id, or neither one
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            saved = (file.metadata() or {}).get("id")
+        if saved is not None and saved != config.get("id"):
+            raise DwindleError(
+                f"{folder} holds {CONFIG} and {WEIGHTS} of two different models, since saving one over the other was "
+                "cut short; save it again, or take another copy."
+            )
+    return weights
+
+
+def read_weights(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
+    """By name. sha256: what the file's bytes must have."""
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise DwindleError(f"{path} is missing; check the path, or take another copy of the checkpoint.")
+    try:
+        with path.open("rb") as file:
+            if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                raise DwindleError(
+                    f"{path} is not the file that {CONFIG} beside it was saved with: it is damaged or truncated, or "
+                    "they are of two different models, as saving one over the other was cut short or is going on; "
+                    "load it again, take another copy, or save the model again."
+                )
+            weights = load_file(path)
+            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                raise DwindleError(f"{path} was replaced while it was read; load it again.")
+    except DwindleError:
+        raise
+    except Exception as error:  # the header may hold anything
+        raise DwindleError(
+            f"{path} cannot be read ({type(error).__name__}: {printable(str(error))}): it is truncated or no "
+            "safetensors file; take another copy."
+        ) from error
+    return plain_names(weights)
+
+
+def plain_names(weights: dict[str, Any]) -> dict[str, Any]:
+    """Without what DistributedDataParallel and torch.compile put before the names of what they wrap."""
+    names = [name.replace("_orig_mod.", "") for name in weights]
+    while names and all(name.startswith("module.") for name in names):
+        names = [name.removeprefix("module.") for name in names]
+    return dict(zip(names, weights.values()))
+
+
+def fill(module: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
+    """Strict, with the first difference named. float16 is a way of storing: the module keeps its own precision."""
+    check_fit(module, weights, source)
+    module.load_state_dict(plain_names(weights))
+
+
+def check_fit(module: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
+    own, weights = module.state_dict(), plain_names(weights)
+    missing, foreign = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    wrong = [n for n in own.keys() & weights.keys() if _outline(own[n]) != _outline(weights[n])]
+    if missing or foreign or wrong:
+        what = (
+            f"'{missing[0]}' is missing"
+            if missing
+            else f"{brief(foreign[0])} is not part of it"
+            if foreign
+            else f"'{wrong[0]}' is {_outline(weights[wrong[0]])}, not {_outline(own[wrong[0]])}"
+        )
+        raise DwindleError(
+            f"{source} does not fit this {type(module).__name__}: {what}; it was saved from another model or method."
+        )
+
+
+def _outline(weight: Any) -> str:
+    """Its shape; and its type, where that is no way of storing the same numbers."""
+    if not isinstance(weight, Tensor):
+        return type(weight).__name__
+    kind = "" if weight.is_floating_point() else f" {weight.dtype}".replace("torch.", "")
+    return f"{tuple(weight.shape)}{kind}"
+
+
+def _families() -> list[type[Backbone]]:
+    from ..backbones import hf, timm  # noqa: F401  (they register themselves)
+
+    return Backbone.families
+
+
+NESTED = ("model", "state_dict", "model_state_dict", "model_ema", "state_dict_ema")  # where training codes put them
+
+
+def load_vit_weights(vit: nn.Module, path: str | os.PathLike) -> nn.Module:
+    """Plain ViT weights from .safetensors, or from a legacy .pth without running code from it."""
+    path = Path(path)
+    weights = read_weights(path) if path.suffix == ".safetensors" else _read_pickled(path)
+    fill(vit, weights, path)
+    return vit
+
+
+def _read_pickled(path: Path) -> dict[str, Any]:
+    """The weights of a .pth, wherever in it the training code put them; nothing of it is run."""
+    if not path.is_file():
+        raise DwindleError(f"{path} does not exist; give a .safetensors or .pth file of weights.")
+    try:
+        with torch.serialization.safe_globals([Namespace]):  # the arguments of a training script: plain values
+            held = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise DwindleError(
+            f"{path} cannot be read as plain weights ({type(error).__name__}); convert it to safetensors."
+        ) from error
+    while isinstance(held, dict) and (inner := next((n for n in NESTED if isinstance(held.get(n), dict)), None)):
+        held = held[inner]
+    if not isinstance(held, dict) or not all(isinstance(name, str) for name in held):
+        raise DwindleError(f"{path} holds a {type(held).__name__}, not weights by name; give a model's state_dict().")
+    return held

@@ -1,0 +1,267 @@
+"""Which class of a data set is which class of a model: by their names where both have some, else by their number.
+
+Case, spaces, underscores, hyphens and slashes make no difference. ImageNet's classes are known by wordnet's ids
+(n01440764, n01440764_tench) and by each of their names ('tench, Tinca tinca'). A name that may be two classes, such as
+'crane', is matched only where an id or the whole name tells which; else it is left out, and said.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+
+from ..errors import DwindleError
+
+WORDNET_ID = re.compile(r"(n\d{8})(?![^\W_])")
+IN_ORDER = 0.9  # share of a list's names that must be ImageNet's, each in its place, for the list to be ImageNet's
+NONE = -1
+
+
+def class_count(model: Any) -> int:
+    return model.backbone.shape.classes if hasattr(model, "backbone") else model.classes
+
+
+def known_classes(model: Any) -> list[str] | None:
+    """What a checkpoint, a Hugging Face config or timm's says that the classes are called."""
+    vit = getattr(model, "vit", None)
+    by_number = getattr(getattr(vit, "config", None), "id2label", None) or {}
+    labels = [str(by_number.get(i, f"LABEL_{i}")) for i in range(len(by_number))]
+    placeholders = all(re.fullmatch(r"LABEL_\d+", name) for name in labels)
+    timms = (getattr(vit, "pretrained_cfg", None) or {}).get("label_names")
+    for names in ((getattr(model, "extra", None) or {}).get("classes"), None if placeholders else labels, timms):
+        if isinstance(names, list | tuple) and len(names) == class_count(model):
+            return [str(name) for name in names]
+    return None
+
+
+def class_names(model: Any) -> list[str] | None:
+    """As `known_classes`; else ImageNet's, for a head of as many classes as one of its sets has."""
+    if not class_count(model):
+        raise DwindleError(
+            "This model has no head (num_classes=0): what it answers is an embedding and no class; give it one, or use "
+            "out.logits from Python."
+        )
+    return known_classes(model) or imagenet_names(class_count(model))
+
+
+def imagenet_names(count: int) -> list[str] | None:
+    """The first name of each class of timm's ImageNet set of that size."""
+    table = _imagenet(count)
+    return None if table is None else [description.split(",")[0] for _, description in table]
+
+
+@cache
+def _imagenet(count: int) -> list[tuple[str, str]] | None:
+    """Wordnet ids and names of timm's ImageNet set of that many classes."""
+    from timm.data import ImageNetInfo, infer_imagenet_subset
+
+    subset = infer_imagenet_subset({"num_classes": count})
+    if subset is None:
+        return None
+    info = ImageNetInfo(subset)
+    return list(zip(info.label_names(), info.label_descriptions()))  # type: ignore[arg-type]
+
+
+@cache
+def _wordnet() -> Any:
+    from timm.data import ImageNetInfo
+
+    return ImageNetInfo()
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_/-]+", " ", name).strip().casefold()
+
+
+def _parts(name: str) -> list[str]:
+    return [part for part in (_plain(part) for part in name.split(",")) if part]
+
+
+class _Class:
+    """A class by all its names."""
+
+    def __init__(self, name: str, wordnet_id: str | None = None) -> None:
+        own = WORDNET_ID.match(name.strip())
+        self.name, self.plain = name, _plain(name)
+        self.id = own[1] if own else wordnet_id
+        parts = _parts(name)
+        self.first = parts[0] if parts else self.plain
+        self.names, self.wholes = {self.plain, *parts}, {self.plain}
+        if self.id is not None:
+            try:
+                known = _wordnet().label_name_to_description(self.id)
+            except KeyError:
+                return
+            self.names |= set(_parts(known))
+            self.wholes.add(_plain(known))
+            if own:
+                self.first = _parts(known)[0]
+
+
+def _classes(names: Sequence[str]) -> list[_Class]:
+    plain, table = [_Class(name) for name in names], _imagenet(len(names))
+    if table is None:
+        return plain
+    agree = [bool(set(_parts(described)) & one.names) for one, (_, described) in zip(plain, table)]
+    if sum(agree) < IN_ORDER * len(names):
+        return plain
+    return [_Class(one.name, where[0]) if same else one for one, where, same in zip(plain, table, agree)]
+
+
+@dataclass(frozen=True)
+class Match:
+    """numbers: of each of the data's classes the model's, or NONE. count: of the data's and of the model's classes.
+    unsure: names that may be several classes. left_out: images of classes without a number.
+    """
+
+    numbers: np.ndarray
+    how: str
+    count: tuple[int, int]
+    names: Sequence[str] | None = None
+    unsure: tuple[str, ...] = ()
+    left_out: int = 0
+
+    @cached_property
+    def both(self) -> int:
+        return int((self.numbers != NONE).sum())
+
+    @property
+    def same(self) -> bool:
+        """Whether every number stays what it is."""
+        return self.count[0] == self.count[1] and bool((self.numbers == np.arange(self.count[0])).all())
+
+    def about(self) -> dict[str, Any]:
+        """For JSON."""
+        data, model = self.count
+        told = {"matched": self.how, "classes": self.both, "classes_data": data, "classes_model": model}
+        return told | {"images_left_out": self.left_out} | ({"unsure": list(self.unsure)} if self.unsure else {})
+
+    def told(self) -> str:
+        data, model = self.count
+        if self.how == "by number":
+            return f"Without names to match, the data's {data} classes are taken for the model's {model}, by number."
+        told = f"{self.both} of the data's {data} classes are among the model's {model}, matched by name."
+        rest = [name for name, number in zip(self.names or (), self.numbers) if number == NONE]
+        if foreign := [name for name in rest if name not in self.unsure]:
+            told += f" The model has no {_some(foreign)}."
+        if self.unsure:
+            told += f" {_some(self.unsure)}: which of its classes these are is not certain; ImageNet's ids would tell."
+        return told + (f" {self.left_out} images are left out." if self.left_out else "")
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+
+
+def match(
+    data: Sequence[str] | None,
+    data_count: int,
+    model: Sequence[str] | None,
+    model_count: int,
+    *,
+    named: str,
+    owner: str = "the model",
+) -> Match:
+    """data, model: their classes' names, where they have any. named, owner: what they are, in errors."""
+    likely = model or (imagenet_names(model_count) if data else None)
+    if data and likely:
+        found = by_name(data, likely)
+        if found.both:
+            return found
+        if model or data_count != model_count:
+            unsure = f" (for {_some(found.unsure)} it is not certain)" if found.unsure else ""
+            raise DwindleError(
+                f"'{named}' has none of the classes of {owner}: it has {_some(data)}, {owner} {_some(likely)}{unsure}; "
+                "give data with classes that both have."
+            )
+    if data_count != model_count:
+        nameless = (
+            "Neither names its classes"
+            if not data and not model
+            else (f"'{named}' does not name its classes" if not data else f"{owner} does not name its classes")
+        )
+        raise DwindleError(
+            f"{nameless[0].upper()}{nameless[1:]}, and by number {data_count} of '{named}' cannot be the {model_count} "
+            f"of {owner}; give names (classes.json beside parquet files), or data of as many classes."
+        )
+    return Match(np.arange(data_count), "by number", (data_count, model_count))
+
+
+def by_name(data: Sequence[str], model: Sequence[str]) -> Match:
+    """As far as names tell, which may be not at all."""
+    numbers, unsure = np.full(len(data), NONE), set()
+    if list(data) == list(model):  # though a name should stand there twice
+        numbers = np.arange(len(data))
+    else:
+        ours, theirs = _classes(data), _classes(model)
+        for key in ("id", "first"):
+            unsure |= _settle(ours, theirs, key, numbers)
+        unsure |= _settle_rest(ours, theirs, numbers, unsure)
+    named = tuple(data[i] for i in sorted(unsure))
+    return Match(numbers, "by name", (len(data), len(model)), data, named)
+
+
+def _settle(ours: list[_Class], theirs: list[_Class], key: str, numbers: np.ndarray) -> set[int]:
+    """Number the classes that share an id, or their first name, with one of theirs; which of them may be several."""
+    left = _grouped(ours, key, {i for i, number in enumerate(numbers) if number != NONE})
+    right = _grouped(theirs, key, set(numbers.tolist()))
+    unsure = set()
+    for name in left.keys() & right.keys():
+        pairs = _paired([ours[i] for i in left[name]], [theirs[k] for k in right[name]])
+        for place, i in enumerate(left[name]):
+            if place in pairs:
+                numbers[i] = right[name][pairs[place]]
+            elif any(_may_be(ours[i], theirs[k]) for k in right[name]):
+                unsure.add(i)
+    return unsure
+
+
+def _grouped(classes: list[_Class], key: str, without: set[int]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, one in enumerate(classes):
+        if i not in without and getattr(one, key) is not None:
+            groups[getattr(one, key)].append(i)
+    return groups
+
+
+def _paired(left: list[_Class], right: list[_Class]) -> dict[int, int]:
+    """Which of these classes, all of one name, is which of those, where that is certain."""
+    pairs: dict[int, int] = {}
+    for i, one in enumerate(left):
+        whole = [k for k, other in enumerate(right) if "," in one.name and one.plain in other.wholes]
+        if len(whole) == 1 and sum(other.plain == one.plain for other in left) == 1:
+            pairs[i] = whole[0]
+    rest = [i for i in range(len(left)) if i not in pairs]
+    free = [k for k in range(len(right)) if k not in pairs.values()]
+    spelled = {right[k].name: k for k in free}
+    if len(rest) == len(free) == 1 and _may_be(left[rest[0]], right[free[0]]):
+        pairs[rest[0]] = free[0]
+    elif len(spelled) == len(free) == len(rest) and spelled.keys() == {left[i].name for i in rest}:
+        pairs |= {i: spelled[left[i].name] for i in rest}  # as 'Cardigan' and 'cardigan' are
+    return pairs
+
+
+def _settle_rest(ours: list[_Class], theirs: list[_Class], numbers: np.ndarray, unsure: set[int]) -> set[int]:
+    """The same by any of their names."""
+    taken, by_any = set(numbers.tolist()), defaultdict(set)
+    for k, one in enumerate(theirs):
+        for name in one.names if k not in taken else ():
+            by_any[name].add(k)
+    rest = [i for i in range(len(ours)) if numbers[i] == NONE and i not in unsure]
+    found = {i: {k for name in ours[i].names for k in by_any[name] if _may_be(ours[i], theirs[k])} for i in rest}
+    wanted = Counter(k for several in found.values() for k in several)
+    for i, several in found.items():
+        if len(several) == 1 and wanted[next(iter(several))] == 1:
+            numbers[i] = several.pop()
+    return {i for i, several in found.items() if several}
+
+
+def _may_be(one: _Class, other: _Class) -> bool:
+    return one.id is None or other.id is None or one.id == other.id

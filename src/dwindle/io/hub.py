@@ -1,0 +1,56 @@
+"""To the Hugging Face Hub: the checkpoint folder as `save` writes it, and a model card filled from its results."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from ..core.model import AdaptiveViT
+from ..errors import DwindleError
+from .card import write_card
+from .checkpoint import CONFIG, LANGUAGE, WEIGHTS, family_of, save
+
+
+def push_to_hub(
+    model: AdaptiveViT,
+    repo: str,
+    *,
+    private: bool = False,
+    token: str | None = None,
+    message: str = "Upload a Dwindle checkpoint",
+) -> str:
+    """Upload config.json, model.safetensors and README.md; `dwindle.load(repo)` reads them back. Returns the address.
+
+    token: by itself the one `hf auth login` left behind.
+    """
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        raise DwindleError(f"'{repo}' is no Hub id; give owner/name.")
+    from huggingface_hub import HfApi
+
+    with tempfile.TemporaryDirectory() as folder:
+        hub_folder(model, folder, repo)
+        try:
+            api = HfApi(token=token)
+            address = str(api.create_repo(repo, private=private, exist_ok=True))
+            api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+        except Exception as error:
+            raise DwindleError(
+                f"'{repo}' could not be written on the Hub ({type(error).__name__}: {str(error).splitlines()[0]}); "
+                "check the name, the network, and that you are logged in (hf auth login)."
+            ) from error
+    return address
+
+
+def hub_folder(model: AdaptiveViT, folder: str | os.PathLike, repo: str) -> Path:
+    """The repository as it will lie on the Hub."""
+    path = save(model, folder)
+    if family_of(str(path)) in LANGUAGE:
+        from ..models.lm.card import write_lm_card
+
+        write_lm_card(path, repo)
+    else:
+        write_card(path, repo)
+    assert all((path / name).is_file() for name in (CONFIG, WEIGHTS))
+    return path

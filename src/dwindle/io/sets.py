@@ -1,0 +1,126 @@
+"""Which images of a data set train and which evaluate, where it says so and where it does not."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..errors import DwindleError
+from .classes import class_count, known_classes
+from .datasets import Images, from_file, hold_out, limit, matched, open_data
+from .folders import EVALUATION, NoSplit
+from .images import Preprocess, preprocess_of
+
+SHARE = 0.1  # of the training images, held out where there are no others
+SEED = 0  # the same for every run, so that no model, nor its teacher, has seen what another is evaluated on
+
+
+def training_images(data: str, share: float) -> tuple[Images, Images | None, dict[str, Any]]:
+    """Images to train on; where the data has no others a share of them to evaluate on, and what was held out. A share
+    of 0: the same images.
+    """
+    train = open_data(data, "train")
+    if set(EVALUATION) & set(train.splits):
+        return train, None, {}
+    if not share:
+        same = train.select(slice(None))
+        same.where = f"{train.where}, which it was trained on"
+        return train, same, {}
+    if len(train) < 2:
+        raise DwindleError(
+            f"'{data}' has {len(train)} images and none to evaluate on; give --eval-data, or evaluate on the same with "
+            "--holdout 0."
+        )
+    return (*hold_out(train, share, SEED), {"share": share, "seed": SEED, "of": fingerprint(train)})
+
+
+def training_and_evaluation(data: str, eval_data: str | None, share: float) -> tuple[Images, Images, dict[str, Any]]:
+    """As `training_images`, with those to evaluate on."""
+    if eval_data not in (None, data):
+        return open_data(data, "train"), open_data(str(eval_data), "test"), {}
+    train, held, kept = training_images(data, share)
+    return train, open_data(data, "test") if held is None else held, kept
+
+
+def evaluation_images(
+    model: Any,
+    data: str,
+    count: int | None = None,
+    *,
+    seed: int | None = None,
+    labelled: bool = True,
+    holdout: float | None = None,
+    preprocess: Preprocess | None = None,
+) -> Images:
+    """A data set's evaluation images as the model takes them, labelled by its classes: the first `count`, or so many
+    drawn with `seed`.
+
+    labelled: False leaves the labels as they are. preprocess: by itself the model's.
+    holdout: of data without splits the share to evaluate on, 0 for all; by itself what was held out when the model was
+        trained on it, else all.
+    """
+    images = evaluation_part(model, data, holdout)
+    if labelled:
+        images = matched(images, known_classes(model), class_count(model))
+    images = images if count is None else limit(images, count, seed)
+    images.transform = (preprocess or preprocess_of(model)).eval_transform()
+    return images
+
+
+def parts_for(model: Any, data: str, eval_data: str | None = None) -> tuple[Images, Images]:
+    """Training and evaluation images for a model that is trained, parted as they were then, labelled by its classes."""
+    share = _kept(model).get("share", SHARE)
+    train, held, _ = training_and_evaluation(data, eval_data, share)
+    names, count = known_classes(model), class_count(model)
+    return matched(train, names, count), matched(held, names, count)
+
+
+def evaluation_part(model: Any, data: str, holdout: float | None = None) -> Images:
+    """Of data that is not split what its training held out, or all of it."""
+    kept = _kept(model)
+    try:
+        images = open_data(data, "test")
+    except NoSplit:
+        images = open_data(data, "train")
+        if holdout is None and kept.get("of") != fingerprint(images):
+            raise
+    if images.split not in (None, "train"):
+        if holdout:
+            raise DwindleError(f"--holdout {holdout}: '{data}' has a {images.split} split; leave it out.")
+        return images
+    seen = bool(kept) and kept.get("of") == fingerprint(images)
+    if seen and holdout in (None, kept["share"]):
+        return hold_out(images, kept["share"], kept["seed"])[1]
+    part = hold_out(images, holdout, SEED)[1] if holdout else images
+    if seen or _trained_on(model, data):
+        part.where += ", images it was trained on among them"
+    return part
+
+
+def _kept(model: Any) -> dict[str, Any]:
+    """What the checkpoint says was held out."""
+    said = getattr(model, "extra", {}).get("holdout")
+    if not isinstance(said, dict):
+        return {}
+    share, seed = said.get("share"), said.get("seed")
+    fits = isinstance(share, float) and 0 < share < 1 and isinstance(seed, int) and seed >= 0
+    return said if fits else {}
+
+
+def _trained_on(model: Any, data: str) -> bool:
+    """Whether the checkpoint names this folder, whatever lay in it then."""
+    said = getattr(model, "extra", {}).get("data")
+    name = said.get("train") if isinstance(said, dict) else None
+    return isinstance(name, str) and (
+        name == data or Path(name).expanduser().resolve() == Path(data).expanduser().resolve()
+    )
+
+
+def fingerprint(images: Images) -> str:
+    """Of the whole of a data set: labels, and files by their names."""
+    digest = hashlib.sha256(images.labels.tobytes())
+    if isinstance(images.source, partial) and images.source.func is from_file:
+        digest.update(images.source.args[1].tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,288 @@
+"""The parts of AdaPerceiver: RoPE, block-masked attention three ways, the Matryoshka FFN, read and write.
+
+B images, N latent tokens, P input tokens, G granularities read out together, D width, H heads, K head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...ops import half
+from ...ops.linear import plain
+
+Turn = tuple[Tensor, Tensor]  # cosines and sines (N, K / 2)
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Product = Callable[..., Tensor]  # (layer, x, corner) to what the layer makes of x; see ops/linear.py
+Table = tuple[Tensor, Tensor] | None
+ANY_BATCH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+
+def turns(tokens: int, head_size: int, theta: float, like: Tensor) -> Turn:
+    """RoPE's angles of positions 0 .. tokens - 1."""
+    speed = theta ** (-torch.arange(0, head_size, 2, device=like.device, dtype=torch.float64) / head_size)
+    angle = torch.arange(tokens, device=like.device, dtype=torch.float64)[:, None] * speed
+    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+
+
+def turned(x: Tensor, turn: Turn, back: bool = False) -> Tensor:
+    """x (..., N, K) rotated by its position; `back`: by the opposite angle."""
+    cos, sin = turn
+    one, two = x.chunk(2, -1)
+    sin = -sin if back else sin
+    return torch.cat([one * cos - two * sin, one * sin + two * cos], -1).to(x.dtype)
+
+
+@cache
+def numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Whole numbers on the device, made once: each making copies them there, and waits."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, device=device)
+
+
+def steps(tokens: int, granularities: Sequence[int]) -> tuple[int, ...]:
+    """Where the blocks of the mask end (C.4): a token sees all tokens up to the end of its own block.
+
+    Between two granularities the last block is cut, beyond the largest one more follows.
+    """
+    return (*[end for end in granularities if end < tokens], tokens)
+
+
+def block_mask(ends: tuple[int, ...], device: torch.device) -> Tensor:
+    """(N, N) bool, True where the row may look."""
+    at, edges = torch.arange(ends[-1], device=device), numbers(ends, device)
+    return at < edges[torch.searchsorted(edges, at, right=True)][:, None]
+
+
+def drawn_mask(drawn: Tensor, granularities: tuple[int, ...]) -> Tensor:
+    """`block_mask` of those granularities that drawn (G,) bool, the last among them, names; without waiting for it."""
+    most = granularities[-1]
+    at, ends = torch.arange(most, device=drawn.device), numbers(granularities, drawn.device)
+    seen = torch.where(drawn & (ends > at[:, None]), ends, most).amin(1)  # (N,)
+    return at < seen[:, None]
+
+
+def attend_steps(q: Tensor, k: Tensor, v: Tensor, ends: Sequence[int]) -> Tensor:
+    """Block by block: what the mask forbids is never computed."""
+    parts, start = [], 0
+    for end in ends:
+        parts.append(half.attend(q[:, :, start:end], k[:, :, :end], v[:, :, :end]))
+        start = end
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def attend_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+@cache
+def attention(kind: str, ends: tuple[int, ...], device: torch.device) -> Attend:
+    """'steps', 'mask' or 'flex': the same attention. Kept, so that a compiled block sees the same function again."""
+    if len(ends) == 1:
+        return half.attend
+    if kind == "steps":
+        return partial(attend_steps, ends=ends)
+    with torch.inference_mode(False):  # kept, and a backward pass may come later
+        mask = block_mask(ends, device)
+    if kind == "mask":
+        return partial(attend_mask, mask=mask)
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def may_look(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return mask[i, j]
+
+    blocks = create_block_mask(may_look, None, None, ends[-1], ends[-1], device=str(device))
+    return partial(torch.compile(flex_attention, dynamic=False), block_mask=blocks)
+
+
+def any_batch(shrinks: bool) -> AbstractContextManager[None]:
+    """Within, a batch may shrink from block to block. cuDNN's attention, torch's first choice on Hopper, builds a plan
+    for each size of batch it meets; each takes longer than all the blocks."""
+    return sdpa_kernel(list(ANY_BATCH)) if shrinks else nullcontext()
+
+
+def suited(steps: int, device: torch.device) -> str:
+    """Which way attention is computed: a rule, since another way rounds otherwise. On an H200 the mask was fastest at
+    every size measured, forward and backward."""
+    return "mask" if device.type == "cuda" and steps > 1 else "steps"
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, turn: Turn, attend: Attend, linear: Product = plain) -> Tensor:
+        q, k, v = linear(self.qkv, x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, K) each
+        out = attend(turned(q, turn), turned(k, turn), v)
+        return linear(self.proj, out.transpose(1, 2).flatten(2))
+
+
+class MatFFN(nn.Module):
+    """The first `hidden` neurons are a smaller FFN (Algorithm 2): sliced when it runs, masked while it trains."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(
+        self, x: Tensor, hidden: int | None = None, kept: Tensor | None = None, linear: Product = plain
+    ) -> Tensor:
+        """kept: (B, 1, hidden) of 0 and 1, for training. GELU(0) = 0, so masking after it is masking before it."""
+        if hidden is None or hidden == self.fc1.out_features:
+            x = F.gelu(linear(self.fc1, x))
+            return linear(self.fc2, x if kept is None else x * kept.to(x.dtype))
+        width = x.shape[-1]
+        return linear(self.fc2, F.gelu(linear(self.fc1, x, (hidden, width))), (width, hidden))
+
+
+class Block(nn.Module):
+    """Eq. 11-12, with LayerScale."""
+
+    def __init__(self, width: int, heads: int, hidden: int, layer_scale: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn, self.ffn = SelfAttention(width, heads), MatFFN(width, hidden)
+        self.scale1 = nn.Parameter(torch.full((width,), layer_scale))
+        self.scale2 = nn.Parameter(torch.full((width,), layer_scale))
+
+    def forward(
+        self,
+        z: Tensor,
+        turn: Turn,
+        attend: Attend,
+        hidden: int | None = None,
+        kept: Tensor | None = None,
+        linear: Product = plain,
+    ) -> Tensor:
+        z = z + self.scale1 * self.attn(self.norm1(z), turn, attend, linear)
+        return z + self.scale2 * self.ffn(self.norm2(z), hidden, kept, linear)
+
+
+class CrossAttention(nn.Module):
+    """Sinks ask, sources answer, both normalised. RoPE turns the latent side only: patches know their place."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_sink, self.norm_source = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.kv, self.proj = nn.Linear(width, width), nn.Linear(width, 2 * width), nn.Linear(width, width)
+
+    def queries(self, sink: Tensor, linear: Product = plain) -> Tensor:
+        return linear(self.q, self.norm_sink(sink)).unflatten(-1, (self.heads, -1)).transpose(-2, -3)  # (..., H, M, K)
+
+    def forward(
+        self,
+        q: Tensor,
+        source: Tensor,
+        turn: Turn | None = None,
+        keep: Tensor | None = None,
+        linear: Product = plain,
+    ) -> Tensor:
+        """q (B, H, M, K) to (B, M, D). keep: (M, S) bool, the sources each sink may read."""
+        k, v = linear(self.kv, self.norm_source(source)).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        k = k if turn is None else turned(k, turn)
+        out = F.scaled_dot_product_attention(q.to(k.dtype), k, v, attn_mask=keep)
+        return linear(self.proj, out.transpose(1, 2).flatten(2))
+
+
+class Read(CrossAttention):
+    """Eq. 9. The N queries are one learned latent at N positions: the same for every image."""
+
+    def latents(self, z: Tensor, patches: Tensor, turn: Turn, linear: Product = plain) -> Tensor:
+        """z (1, D) broadcast to N latents that have read the input (B, P, D)."""
+        tokens, images = len(turn[0]), len(patches)
+        q = turned(self.queries(z).expand(-1, tokens, -1), turn)  # (H, N, K)
+        return z + self(q.expand(images, -1, -1, -1), patches, linear=linear)
+
+
+class Write(CrossAttention):
+    """Eq. 13. For learned output tokens the query is the same for every image, so keys need not be computed: with R_n
+    RoPE at position n, q . R_n W_k x_n = (W_k^T R_n^T q) . x_n, a table made once, and sum_n a_n W_v x_n =
+    W_v sum_n a_n x_n. A read-out then costs 2 H D per latent instead of 2 D^2: looking at every depth becomes cheap.
+    """
+
+    compiled = False  # one of many runs alike: compiling the read-outs pays
+
+    def table(self, output: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+        """(N, H, D) and (N, H): what each position's normalised latent is multiplied with to give its score."""
+        width = output.shape[-1]
+        q = self.queries(output)  # (H, 1, K)
+        q = turned(q.expand(-1, len(turn[0]), -1), turn, back=True) * q.shape[-1] ** -0.5  # (H, N, K)
+        weight, bias = self.kv.weight[:width].unflatten(0, (self.heads, -1)), self.kv.bias[:width].view(self.heads, -1)
+        return torch.einsum("hnk,hkd->nhd", q, weight), torch.einsum("hnk,hk->nh", q, bias)
+
+    def folded(self, latents: Tensor, table: tuple[Tensor, Tensor], keep: Tensor | None = None) -> Tensor:
+        """(B, G, D): for each row of `keep` (G, N) bool a read-out of those latents alone."""
+        return (_compiled_fold() if self.compiled else fold)(self, latents, *table, keep)
+
+
+def fold(write: Write, latents: Tensor, weight: Tensor, bias: Tensor, keep: Tensor | None) -> Tensor:
+    x, width, heads = write.norm_source(latents), latents.shape[-1], write.heads
+    fine = torch.promote_types(x.dtype, torch.float32)
+    score = torch.bmm(x.transpose(0, 1), weight.to(x.dtype).mT).permute(1, 2, 0).to(fine) + bias.to(fine).T  # (B, H, N)
+    if keep is not None:
+        score = score[:, :, None].masked_fill(~keep, -torch.inf).flatten(1, 2)  # (B, H G, N)
+    pooled = torch.bmm(score.softmax(-1).to(x.dtype), x)  # (B, H G, D)
+    pooled = pooled.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)  # (H, B G, D)
+    values = write.kv.weight[width:].unflatten(0, (heads, -1)).to(x.dtype)  # (H, K, D)
+    out = torch.bmm(pooled, values.mT).transpose(0, 1).reshape(len(x), -1, width)  # (B, G, D)
+    return write.proj(out + write.kv.bias[width:].to(x.dtype))
+
+
+class ReadOut(nn.Module):
+    """Latents to answers (Eq. 13): what asks, a learned output token or the projected patches; the write head; and what
+    makes answers of output tokens.
+    """
+
+    def __init__(self, width: int, heads: int, classes: int, outputs: str, head: str) -> None:
+        super().__init__()
+        self.write = Write(width, heads)
+        if outputs == "class":
+            self.output = nn.Parameter(torch.empty(1, width))
+        else:
+            self.output_proj = nn.Linear(width, width)  # C.6
+        last = nn.Linear(width, classes)
+        self.head = last if head == "linear" else nn.Sequential(nn.Linear(width, width), nn.GELU(), last)
+
+    def table(self, turn: Turn) -> Table:
+        return self.write.table(self.output, turn) if hasattr(self, "output") else None
+
+    def forward(
+        self,
+        z: Tensor,
+        patches: Tensor,
+        turn: Turn,
+        table: Table,
+        keep: Tensor | None = None,
+        linear: Product = plain,
+    ) -> tuple[Tensor, Tensor]:
+        """Answers (B, classes), dense (B, M, classes), and output tokens (B, M, D).
+
+        keep: (G, N) bool, G choices of latents to read from; then there are G of both, (G, B, ...). linear: for dense
+        answers; a learned output token is one row an image.
+        """
+        if table is not None:
+            out = self.output + self.write.folded(z, table, keep)  # (B, M, D), or (B, G, D)
+            out = out if keep is None else out.transpose(0, 1)[:, :, None]
+            return self.head(out).squeeze(-2), out
+        start = linear(self.output_proj, patches)
+        q = self.write.queries(start, linear)
+        if keep is None:
+            out = start + self.write(q, z, turn, linear=linear)
+        else:
+            rows = [row.expand(q.shape[-2], -1) for row in keep]
+            out = torch.stack([start + self.write(q, z, turn, row, linear) for row in rows])
+        return self.head(out), out
+
+
+@cache
+def _compiled_fold() -> Callable[..., Tensor]:
+    return torch.compile(fold, dynamic=False)

@@ -1,0 +1,300 @@
+"""`dwindle eval`, `bench` and `view`, where they are given an AdaPerceiver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...cli.terminal import (
+    device_for,
+    evaluated,
+    finish,
+    numbers,
+    only_for,
+    progress_bar,
+    shared,
+    show_table,
+    tell_images,
+)
+from ...core.model import Output
+from ...errors import DwindleError, unknown
+from ...files import write_text
+from ...io.checkpoint import OWN, family_of
+from ...io.datasets import Images, open_data
+from ...io.datasets import limit as first
+from ...io.sets import evaluation_images
+from ...runtime.dtypes import DTYPES, converted
+from . import dense
+from .commands import load_network, show_policies
+from .compare import POLICIES, markdown, summarised
+from .images import preprocess_for
+from .model import AdaPerceiver
+from .policies import load_policy
+from .settings import check
+
+LONGEST = 1024  # side of a drawn map
+TIMED = 64  # images, at least, that early exit is timed on: each takes its own time
+PRESET = "adaperceiver_"  # and a preset's name: that network, untrained
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether the folder, shipped name or Hub id of that name holds one."""
+    return family_of(name) == OWN
+
+
+def is_preset(name: str) -> bool:
+    return name.startswith(PRESET) and not Path(name).is_dir()
+
+
+def evaluate(
+    checkpoint: str,
+    data: str,
+    batch: int,
+    limit: int | None,
+    workers: int,
+    device: str | None,
+    dtype: str,
+    exit: float | None,
+    exits: str | None,
+    policy: Path | None,
+    holdout: float | None,
+    skip_corrupt: bool,
+    **setting: int | None,
+) -> None:
+    """At one setting (the largest by default) or as a learned policy chooses; with images that leave where their
+    confidence reaches `exit`."""
+    model = converted(load_network(checkpoint, dense=True), dtype, device_for(device))
+    if model.outputs == "dense":
+        only_for("networks that classify", policy=policy, exit=exit, exits=exits, holdout=holdout)
+        only_for("networks that classify", skip_corrupt=skip_corrupt or None)
+        return _evaluate_dense(model, checkpoint, data, batch, limit, workers, device, setting)
+    looks = numbers("--exits", exits, int) if exits else None
+
+    def ask(fast: Any, images: Tensor) -> Output:
+        return fast(images, exit=exit, exits=looks, **setting)
+
+    if policy is not None:
+        chooser = load_policy(model, policy)
+
+        def ask(fast: Any, images: Tensor) -> Output:
+            patches = fast.embed(images)
+            chosen = chooser.to(images.device, images.dtype).choose(patches)
+            return fast(images, *chosen, setting["width"], exit, looks, patches)
+
+    images = evaluation_images(model, data, limit, holdout=holdout, preprocess=preprocess_for(model))
+    images.skip = skip_corrupt
+    result = evaluated(model, images, batch, workers, device, ask=ask)
+    if result is None:
+        return
+    if policy is not None:
+        result["gmacs"] = round(result["gmacs"] + chooser.macs / 1e9, 4)
+    chosen = setting | {"exit": exit, "exits": looks, "policy": policy and str(policy)}
+    named = {name: value for name, value in chosen.items() if value is not None}
+    _tell(checkpoint, data, result, named, images)
+
+
+def _tell(checkpoint: str, data: str, result: dict[str, Any], named: dict[str, Any], images: Images) -> None:
+    """named: the settings that were asked for."""
+    show_table(f"{checkpoint} on {data} {named or '(largest setting)'}", list(result), [list(result.values())])
+    tell_images(images)
+    finish(result | named | images.about())
+
+
+def _evaluate_dense(
+    model: AdaPerceiver,
+    checkpoint: str,
+    data: str,
+    batch: int,
+    limit: int | None,
+    workers: int,
+    device: str | None,
+    setting: dict[str, int | None],
+) -> None:
+    scenes: Any = dense.Scenes(data, "val", dense.task_of(model, checkpoint))
+    scenes = first(scenes, limit) if limit else scenes
+    scenes.known = model.classes
+    named: dict[str, Any] = {name: value for name, value in setting.items() if value is not None}
+    measure = partial(dense.evaluate, model, scenes, batch=batch, workers=workers, **named)
+    result = shared(lambda place, progress: measure(device=place, progress=progress), len(scenes), device)
+    if result is not None:
+        _tell(checkpoint, data, result, named, scenes)
+
+
+def bench(
+    name: str,
+    batches: Sequence[int],
+    dtype: str,
+    seconds: float,
+    device: str | None,
+    data: str | None,
+    exit: str | None,
+    exits: str | None,
+) -> None:
+    """The largest setting against half its tokens, half its depth, both, and its least width; turn about. With `exit`
+    against early exit on images of `data`."""
+    from .grid import latencies
+
+    if dtype not in DTYPES:
+        raise unknown("dtype of an AdaPerceiver", dtype, DTYPES)
+    untrained = is_preset(name)
+    model = AdaPerceiver.preset(name.removeprefix(PRESET)) if untrained else load_network(name, dense=True)
+    place = device_for(device)
+    if exit is not None and data is not None:
+        return _bench_exit(model, name, batches, dtype, seconds, place, data, exit, exits)
+    if data is not None or exit is not None or exits is not None:
+        raise DwindleError(
+            "An AdaPerceiver is timed at several settings, or with images that leave early: give --exit, the "
+            "confidence at which they do, and --data, real ones, both or none of them."
+        )
+    tokens, depth, width = model.tokens[-1], model.depth, model.width
+    fewer, shallower = max(1, tokens // 2), max(1, depth // 2)
+    settings = [(tokens, depth, width), (fewer, depth, width), (tokens, shallower, width)]
+    settings += [(fewer, shallower, width), (tokens, depth, model.widths[0])]
+    settings = list(dict.fromkeys(settings))
+    rows = []
+    with progress_bar() as bar:
+        task = bar.add_task("timing", total=len(batches))
+        for batch in batches:
+            timed = latencies(model, settings, batch, place, DTYPES[dtype], seconds * len(settings))
+            rows += [{"batch": batch, **row} for row in timed]
+            bar.advance(task)
+    columns = ["batch", "tokens", "depth", "width", "gmacs", "ms", "speedup"]
+    show_table(f"{name} on {place}, {dtype}", columns, [[row[c] for c in columns] for row in rows])
+    finish({"model": name, "device": place, "dtype": dtype, "rows": rows})
+
+
+def _bench_exit(
+    model: AdaPerceiver,
+    name: str,
+    batches: Sequence[int],
+    dtype: str,
+    seconds: float,
+    place: str,
+    data: str,
+    exit: str,
+    exits: str | None,
+) -> None:
+    """Early exit against the whole network, on the same images for every batch size and confidence."""
+    from .grid import exit_latencies
+
+    looks = numbers("--exits", exits, int) if exits else None
+    kinds = (None, looks) if looks else (None,)
+    asked = [(tau, some) for tau in numbers("--exit", exit, float) for some in kinds]
+    photos = first(open_data(data, "test"), max(TIMED, *batches), seed=0)
+    prepare = preprocess_for(model).eval_transform()
+    images = torch.stack([prepare(photos.image(i)) for i in range(len(photos))])
+    for tau, some in asked:
+        check(model, images, tau, some)
+    rows = []
+    with progress_bar() as bar:
+        task = bar.add_task("timing", total=len(batches))
+        for batch in batches:
+            timed = exit_latencies(model, images, asked, batch, place, DTYPES[dtype], seconds * (1 + len(asked)))
+            rows += [{"batch": batch, **row} for row in timed]
+            bar.advance(task)
+    columns = ["batch", "exit", "exits", "gmacs", "promised", "ms", "speedup"]
+    lines = [[_shown(row[column]) for column in columns] for row in rows]
+    show_table(f"{name} on {place}, {dtype}: early exit on {len(images)} images of {data}", columns, lines)
+    finish({"model": name, "device": place, "dtype": dtype, "data": data, "images": len(images), "rows": rows})
+
+
+def _shown(value: Any) -> Any:
+    """Of a setting that was not asked for: nothing."""
+    return "" if value is None else ",".join(map(str, value)) if isinstance(value, list) else value
+
+
+def compared(title: str, found: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Tables and figures of a comparison's results."""
+    from .figures import interpolation, tradeoffs
+
+    table = summarised(found)
+    columns = ["tokens", "depth", "width", "adaptive", "gmacs", "static", "static_gmacs", "difference"]
+    show_table(title, columns, [["" if row[c] is None else row[c] for c in columns] for row in table])
+    for result in found:
+        if result["name"] == POLICIES:
+            show_policies(f"policies, seed {result['seed']}", result["rows"])
+    write_text(folder / "table.md", markdown(table))
+    alone = [(row["static_gmacs"], row["static"]) for row in table]
+    figures = []
+    for result in found:
+        if "falls" in result:
+            stem = f"s{result['seed']}.png"
+            figures.append(tradeoffs(result["rows"], folder / f"tradeoff-{stem}", static=alone))
+            if "between" in result:
+                figures.append(interpolation(result["between"], folder / f"interpolation-{stem}"))
+    finish({"results": table, "table": str(folder / "table.md"), "figures": [str(figure) for figure in figures]})
+
+
+def view(checkpoint: str, paths: Sequence[Path], out: Path, device: str | None) -> None:
+    """For each image, how sure the network is of its answer at every depth and number of tokens."""
+    from ...io.images import load_image
+    from ...show.drawing import file_stems
+    from .figures import certainty
+
+    if out.is_file():
+        raise DwindleError(f"{out} is a file; --out is a folder for the figures.")
+    model, place = load_network(checkpoint, dense=True), device_for(device)
+    prepare, names = preprocess_for(model), model.extra.get("classes")
+    task = dense.task_of(model, checkpoint) if model.outputs == "dense" else None
+    model.eval().to(place)
+    photos = [load_image(path) for path in paths]
+    out.mkdir(parents=True, exist_ok=True)
+    if task is not None:
+        return _view_dense(model, task, list(zip(paths, photos)), out, place, checkpoint)
+    rows: list[dict[str, Any]] = []
+    figures = []
+    for path, photo, stem in zip(paths, photos, file_stems([path.stem for path in paths])):
+        chances = model.every(prepare.eval_transform()(photo)[None].to(place))[:, :, 0].softmax(-1)  # (L, G, classes)
+        confidence, best = (value.item() for value in chances[-1, -1].max(-1))
+        label = names[best] if names and best < len(names) else best
+        sure = chances[..., best].cpu()
+        agreeing = int((chances[:, -1].argmax(-1) == best).long().flip(0).cumprod(0).sum())  # of the last blocks
+        rows.append(
+            {
+                "image": path.name,
+                "label": label,
+                "confidence": round(confidence, 4),
+                "depth": model.depth - agreeing + 1,  # from here on it would have said so
+                "gmacs": round(model.static_macs() / 1e9, 3),
+            }
+        )
+        title = f"{label} ({confidence:.0%}), from block {rows[-1]['depth']} of {model.depth} on"
+        figures.append(certainty(model, prepare.seen(photo), sure, out / f"{stem}.png", title))
+    columns = ["image", "label", "confidence", "depth", "gmacs"]
+    show_table(checkpoint, columns, [[row[c] for c in columns] for row in rows])
+    finish({"images": rows, "figures": [str(figure) for figure in figures]})
+
+
+def _view_dense(
+    model: AdaPerceiver, task: str, photos: Sequence[tuple[Path, Any]], out: Path, place: str, checkpoint: str
+) -> None:
+    """Each photograph's map, drawn from every trained number of tokens."""
+    from ...show.drawing import file_stems
+    from .figures import class_name, maps
+
+    rows: list[dict[str, Any]] = []
+    figures = []
+    counts, names = model.tokens[:: -(-len(model.tokens) // 4)], model.extra.get("classes")
+    counts = (*[t for t in counts if t != model.tokens[-1]], model.tokens[-1])
+    for (path, photo), stem in zip(photos, file_stems([path.stem for path, _ in photos])):
+        x = dense.squeezed(dense.pixels(photo), model.image, preprocess_for(model))[None].to(place)
+        size = tuple(max(1, round(side * min(1.0, LONGEST / max(photo.size)))) for side in photo.size[::-1])
+        seen = {f"{t} tokens": dense.predict(model, x, task, size, tokens=t)[0].cpu() for t in counts}
+        last = seen[f"{counts[-1]} tokens"]
+        row: dict[str, Any] = {"image": path.name}
+        if task == "segmentation":
+            shares = last.flatten().bincount().double() / last.numel()
+            most = shares.argsort(descending=True)[:3].tolist()
+            row["classes"] = {class_name(names, c): round(float(shares[c]), 3) for c in most if shares[c]}
+        else:
+            row |= {"nearest_m": round(float(last.min()), 2), "farthest_m": round(float(last.max()), 2)}
+        rows.append(row)
+        title = f"{task.capitalize()} at the image's resolution, whatever the number of tokens"
+        figures.append(maps(photo, {k: v.numpy() for k, v in seen.items()}, task, names, out / f"{stem}.png", title))
+    show_table(checkpoint, list(rows[0]), [[str(value) for value in row.values()] for row in rows])
+    finish({"images": rows, "figures": [str(figure) for figure in figures]})

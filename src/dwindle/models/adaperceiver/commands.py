@@ -1,0 +1,216 @@
+"""`dwindle grid` and `dwindle policies`: an AdaPerceiver at every setting, and under every policy."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ...cli.terminal import (
+    Checkpoint,
+    Data,
+    Device,
+    aside,
+    device_for,
+    finish,
+    numbers,
+    plain,
+    progress_bar,
+    show_table,
+)
+from ...errors import DwindleError
+from ...files import check_folder, write_text
+
+
+def register(app: typer.Typer) -> None:
+    for command in (grid, policies):
+        app.command()(command)
+
+
+def load_network(checkpoint: str, dense: bool = False) -> Any:
+    """dense: one that answers for each patch will do as well."""
+    from ...io.checkpoint import load
+    from .model import AdaPerceiver
+
+    model: Any = load(checkpoint)
+    if not isinstance(model, AdaPerceiver) or not (dense or model.outputs == "class"):
+        raise DwindleError(f"{checkpoint} is no AdaPerceiver that classifies; train one (dwindle train ada_cifar100).")
+    return model
+
+
+def _check(**least: tuple[float | None, float]) -> None:
+    """Options by name: what was given, if anything, and the least it may be."""
+    for name, (given, low) in least.items():
+        if given is not None and not low <= given < math.inf:
+            raise DwindleError(f"--{name} {given}: it must be at least {low}, and finite.")
+
+
+def _components(model: Any, checkpoint: str, data: str, out: Path, count: int, place: str) -> None:
+    """Fig. 15-17 of the first images of a data set."""
+    from ...io.datasets import limit, open_data
+    from .figures import components
+    from .images import preprocess_for
+
+    images = limit(open_data(data, "test"), count)
+    prepare = preprocess_for(model).eval_transform()
+    model.eval().to(place)
+    out.mkdir(parents=True, exist_ok=True)
+    made = []
+    for i in range(len(images)):
+        made.append(out / f"components_{i}.png")
+        components(model, prepare(images.image(i))[None].to(place), made[-1])
+    finish({"checkpoint": checkpoint, "images": len(images), "figures": [str(path) for path in made]})
+
+
+def grid(
+    checkpoint: Checkpoint,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Folder for grid.json and its figures.")] = Path("dwindle-grid"),
+    between: Annotated[
+        str | None, typer.Option(help="Token counts besides the trained ones, separated by commas: 8,24,48,192.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Time for measuring latencies.")] = 10.0,
+    dtype: Annotated[str, typer.Option(help="Of the latencies: fp32, bf16 or fp16.")] = "fp32",
+    batch: Annotated[int, typer.Option(help="Images at a time.")] = 128,
+    limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
+    device: Device = None,
+) -> None:
+    """Accuracy of an AdaPerceiver at every number of tokens, depth and width; and how its latency falls. Of a dense one
+    the principal components of its patch features (--limit images, 4 if not given)."""
+    from ...io.sets import evaluation_images
+    from ...runtime.dtypes import DTYPES, check_runs
+    from . import figures
+    from . import grid as measure
+    from .images import preprocess_for, served
+
+    place = device_for(device)
+    check_runs(dtype, place)
+    _check(batch=(batch, 1), limit=(limit, 1), seconds=(seconds, 0))
+    check_folder(out)
+    model = load_network(checkpoint, dense=True)
+    more = numbers("--between", between, int) if between else []
+    model.check_tokens(more)
+    if model.outputs == "dense":
+        return _components(model, checkpoint, data, out, limit or 4, place)
+    images = evaluation_images(model, data, limit, preprocess=preprocess_for(model))
+    held = served(model, images, place)
+    with progress_bar() as bar:
+        task = bar.add_task("images", total=held.count)
+        found = measure.grid(model, held(batch), device=place, progress=lambda n: bar.advance(task, n))
+    rows = measure.rows(model, found)
+    counts = sorted({*model.tokens, *more})
+    along = measure.between(model, held(batch), counts, place) if more else []
+    depths = sorted({max(1, round(model.depth * share / 4)) for share in range(1, 5)}, reverse=True)
+    settings = [(t, d, model.width) for d in depths for t in reversed(model.tokens)]
+    settings += [(model.tokens[-1], model.depth, w) for w in model.widths[:-1]]
+    latency = measure.latencies(model, settings, batch, place, DTYPES[dtype], seconds)
+    top1 = {(r["tokens"], r["depth"], r["width"]): r["top1"] for r in rows}
+    latency = [r | {"top1": top1[r["tokens"], r["depth"], r["width"]]} for r in latency]
+    result = {
+        "checkpoint": checkpoint,
+        **held.about,
+        "falls": measure.falls(found),
+        "lagging": measure.lagging(found),
+        "rows": rows,
+        "between": along,
+        "latency": latency,
+        "batch": batch,
+        "dtype": dtype,
+        "device": place,
+    }
+    write_text(out / "grid.json", json.dumps(result, indent=1) + "\n")
+    figures.tradeoffs(rows, out / "tradeoff.png")
+    full_width, where = [r for r in latency if r["width"] == model.width], f"batch {batch}, {dtype}, {place}"
+    figures.tradeoffs(full_width, out / "latency.png", "ms", where)
+    if along:
+        figures.interpolation(along, out / "interpolation.png")
+    full = [r for r in rows if r["width"] == model.width]
+    aside.print(plain(images.told()), soft_wrap=True)
+    columns = ["depth", *[f"t = {t}" for t in model.tokens]]
+    lines = [[d, *[f"{r['top1']:.2f}" for r in full if r["depth"] == d]] for d in range(1, model.depth + 1)]
+    show_table(f"{checkpoint} on {data}: top-1 at full width", columns, lines)
+    columns = ["tokens", "depth", "width", "top1", "gmacs", "ms", "speedup"]
+    show_table(f"latency, batch {batch}, {dtype} on {place}", columns, [[row[c] for c in columns] for row in latency])
+    lagging = result["lagging"]
+    if lagging and len(model.readouts) > 1:
+        renew = {late: max(d for d in range(1, late) if d not in lagging) for late in lagging}
+        aside.print(
+            f"Answers after block {' and '.join(map(str, lagging))} are worse than after the block before, at every "
+            "setting: the read-out may have learned badly. What trains it anew: "
+            + plain(f'--set weights={checkpoint} --set freeze_backbone=true --set "renew={renew}"'),
+            soft_wrap=True,
+        )
+    finish({k: v for k, v in result.items() if k != "rows"} | {"out": str(out)})
+
+
+def show_policies(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    columns = ["policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"]
+    show_table(title, columns, [[row[c] for c in columns] for row in rows])
+
+
+def policies(
+    checkpoint: Checkpoint,
+    data: Data,
+    thresholds: Annotated[str, typer.Option(help="Confidences at which images leave.")] = "0.8,0.9,0.95",
+    prices: Annotated[
+        str, typer.Option(help="lambda of Eq. 14: for each, a policy of either kind is learned.")
+    ] = "0.01,0.03,0.1",
+    exits: Annotated[
+        str | None, typer.Option(help="Early exit also after these blocks only: 5,7,9. Each look costs something.")
+    ] = None,
+    epochs: Annotated[int, typer.Option(help="Passes over the training images for each learned policy; 0: none.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Folder for the table and the learned policies.")] = None,
+    batch: Annotated[int, typer.Option(help="Images at a time.")] = 128,
+    limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
+    device: Device = None,
+) -> None:
+    """Table 6 for an AdaPerceiver: fixed settings, early exit, a learned choice of tokens (the paper's) or of
+    tokens and depth, and the oracle."""
+    from ...io.datasets import limit as first
+    from ...io.sets import parts_for
+    from . import policies as rules
+    from .images import served
+    from .settings import check_exits
+
+    _check(batch=(batch, 1), limit=(limit, 1), epochs=(epochs, 0))
+    if out is not None:
+        check_folder(out)
+    model, place = load_network(checkpoint), device_for(device)
+    taus, lambdas = numbers("--thresholds", thresholds, float), numbers("--prices", prices, float)
+    looks = numbers("--exits", exits, int) if exits else None
+    if looks:
+        check_exits(model, looks)
+    if max(taus) > 1:
+        raise DwindleError(f"--thresholds {thresholds}: they are confidences, in (0, 1].")
+    learns = epochs > 0 and lambdas
+    others, judging = parts_for(model, data)
+    if limit is not None:
+        others, judging = first(others, limit), first(judging, limit)
+    held = served(model, judging, place)
+    training = served(model, others, place) if learns else held
+    with progress_bar() as bar:
+        tasks = {"every setting": bar.add_task("every setting", total=held.count)}
+        if learns:
+            tasks["learned policies"] = bar.add_task("learned policies", total=epochs * training.count)
+        rows, made = rules.judged(
+            model,
+            lambda: held(batch),
+            lambda epoch: training(batch, epoch),
+            taus,
+            lambdas,
+            epochs,
+            looks=looks,
+            device=place,
+            progress=lambda what, images: bar.advance(tasks[what], images),
+        )
+    aside.print(plain(judging.told()), soft_wrap=True)
+    show_policies(f"{checkpoint} on {data}", rows)
+    if out is not None:
+        write_text(out / "policies.json", json.dumps(rows, indent=1) + "\n")
+        for one in made:
+            rules.save_policy(one.policy, out / one.file)
+    finish({"checkpoint": checkpoint, **held.about, "rows": rows})

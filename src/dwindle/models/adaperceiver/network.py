@@ -1,0 +1,196 @@
+"""What an AdaPerceiver is made of: its configuration, its parameters, and how each part is asked.
+
+B images, P input tokens, N latents, D width. The forward passes over these parts are in model.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...core.tokens import wide
+from ...errors import DwindleError, unknown
+from ...ops.linear import Packs, plain
+from ...ops.patches import embed_patches
+from ...settings import Above0, Classes, Count, Depth, Size, Within, checked
+from .blocks import (
+    Attend,
+    Block,
+    MatFFN,
+    Product,
+    Read,
+    ReadOut,
+    Turn,
+    attend_mask,
+    attention,
+    drawn_mask,
+    steps,
+    suited,
+    turns,
+)
+
+MASKS = ("blocks", "open")
+Rising = Annotated[tuple[Size, ...], Count(1, 64)]
+Tokens = Annotated[tuple[Annotated[int, Within(1, 4096)], ...], Count(1, 64)]  # each of them sees all the others
+
+
+class Network(nn.Module):
+    """The parts of `AdaPerceiver`, which says what the arguments mean."""
+
+    @checked
+    def __init__(
+        self,
+        *,
+        classes: Classes = 1000,
+        image: Size = 224,
+        patch: Size = 16,
+        channels: Size = 3,
+        width: Size = 832,
+        depth: Depth = 21,
+        heads: Size = 13,
+        ffn_ratio: Annotated[float, Within(0, 64, over=True)] = 2.57,
+        tokens: Tokens = (32, 64, 96, 128, 192, 256),
+        widths: Rising | None = (416, 624, 832),
+        layer_scale: float = 1e-5,
+        rope_theta: Above0 = 10000.0,
+        outputs: Literal["class", "dense"] = "class",
+        head: Literal["linear", "mlp"] = "linear",
+        readouts: Literal["shared", "own"] = "shared",
+        mask: Literal["blocks", "open"] = "blocks",
+    ) -> None:
+        super().__init__()
+        widths = widths or (width,)
+        for given, fits, expected in (
+            (f"image = {image}", not image % patch, f"it must be a multiple of the patch, {patch}"),
+            (f"width = {width}", not width % (2 * heads), f"it must be a multiple of 2 x {heads} heads"),
+            (f"tokens = {tokens}", _rising(tokens), "they must rise"),
+            (
+                f"widths = {widths}",
+                _rising(widths) and widths[-1] == width,
+                f"they must rise and end with the width, {width}",
+            ),
+            (f"ffn_ratio = {ffn_ratio}", int(min(widths) * ffn_ratio) >= 1, "it leaves the least width no neuron"),
+        ):
+            if not fits:
+                raise DwindleError(f"{given}: {expected}.")
+        self.config: dict[str, Any] = {
+            **{"classes": classes, "image": image, "patch": patch, "channels": channels, "width": width},
+            **{"depth": depth, "heads": heads, "ffn_ratio": ffn_ratio, "tokens": tokens, "widths": widths},
+            **{"layer_scale": layer_scale, "rope_theta": rope_theta, "outputs": outputs, "head": head},
+            **{"readouts": readouts},
+        }
+        self.mask = mask
+        self.classes, self.image, self.patch, self.channels = classes, image, patch, channels
+        self.width, self.depth, self.heads, self.ffn_ratio = width, depth, heads, ffn_ratio
+        self.tokens, self.widths, self.rope_theta, self.outputs = tokens, widths, rope_theta, outputs
+        self._drawn: partial | None = None
+        self.attention: str | None = None  # 'steps', 'mask' or 'flex'; None: what suits the device
+        self.extra: dict[str, Any] = {}
+
+        self.patch_embed = nn.Conv2d(channels, width, patch, patch)
+        self.position = nn.Parameter(torch.empty(1, self.patches(), width))
+        self.embed_norm, self.embed_ffn = nn.LayerNorm(width), MatFFN(width, self.hidden(width))
+        self.latent = nn.Parameter(torch.empty(1, width))
+        self.read = Read(width, heads)
+        self.blocks = nn.ModuleList(Block(width, heads, self.hidden(width), layer_scale) for _ in range(depth))
+        count = depth if readouts == "own" else 1
+        self.readouts: Any = nn.ModuleList(ReadOut(width, heads, classes, outputs, head) for _ in range(count))
+        self._start()
+
+    @property
+    def mask(self) -> str:
+        """'blocks' or 'open'; it may be changed at any time, and is saved with the network."""
+        return self.config["mask"]
+
+    @mask.setter
+    def mask(self, mask: str) -> None:
+        if mask not in MASKS:
+            raise unknown("mask", mask, MASKS)
+        self.config = self.config | {"mask": mask}  # a copy of the network may share it
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        # 0.02 at the published width. Narrower networks start as large in their scores: only these tell latents apart.
+        std = 0.02 * (832 / self.width) ** 0.5
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                nn.init.trunc_normal_(module.weight, std=std)
+                nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+        asking = [readout.output for readout in self.readouts] if self.outputs == "class" else []
+        for parameter in (self.position, self.latent, *asking):
+            nn.init.trunc_normal_(parameter, std=0.02)
+
+    def readout(self, depth: int) -> ReadOut:
+        """What reads answers out after block `depth`, from 1."""
+        return self.readouts[depth - 1 if len(self.readouts) > 1 else 0]
+
+    def hidden(self, width: int) -> int:
+        """Neurons of the FFN at this width."""
+        return int(width * self.ffn_ratio)
+
+    def patches(self, image: tuple[int, int] | None = None) -> int:
+        rows, columns = self.grid(image or (self.image, self.image))
+        return rows * columns
+
+    def grid(self, image: tuple[int, int]) -> tuple[int, int]:
+        return image[0] // self.patch, image[1] // self.patch
+
+    def embed(self, images: Tensor, linear: Product = plain) -> Tensor:
+        """(B, P, D) input tokens (C.5). Another image size resamples the positions."""
+        x = embed_patches(images, self.patch_embed.weight, self.patch_embed.bias)
+        side = self.image // self.patch
+        position: Tensor = self.position
+        if tuple(x.shape[-2:]) != (side, side):
+            square = position.unflatten(1, (side, side)).permute(0, 3, 1, 2)
+            # Wide, as torch resamples no bf16 on a CPU.
+            square = F.interpolate(wide(square), size=x.shape[-2:], mode="bicubic", antialias=True)
+            position = square.flatten(2).mT.to(position.dtype)
+        return self.embed_ffn(self.embed_norm(x.flatten(2).mT + position), linear=linear)
+
+    def ends(self, tokens: int) -> tuple[int, ...]:
+        """Where the steps of the mask end for this many latents."""
+        return steps(tokens, self.tokens) if self.mask == "blocks" else (tokens,)
+
+    def _prepare(self, tokens: int, patches: Tensor, ends: tuple[int, ...] | None = None) -> tuple[Turn, Attend]:
+        """RoPE's angles and the attention for this many latents."""
+        ends = ends or self.ends(tokens)
+        kind = self.attention or suited(len(ends), patches.device)
+        return self._angles(tokens, patches), attention(kind, ends, patches.device)
+
+    def _angles(self, tokens: int, patches: Tensor) -> Turn:
+        return turns(tokens, self.width // self.heads, self.rope_theta, patches)
+
+    def _attend_drawn(self, drawn: Tensor) -> Attend:
+        """Attention by these steps of the mask, written where the last ones were: compiled blocks and recordings know
+        the place.
+        """
+        device, most = drawn.device, self.tokens[-1]
+        if self._drawn is None or self._drawn.keywords["mask"].device != device:
+            with torch.inference_mode(False):  # kept, and a backward pass may come later
+                self._drawn = partial(attend_mask, mask=torch.ones(most, most, dtype=torch.bool, device=device))
+        self._drawn.keywords["mask"].copy_(drawn_mask(drawn, self.tokens))
+        return self._drawn
+
+    def _answering(self, turn: Turn, linear: Product = plain) -> Callable[..., tuple[Tensor, Tensor]]:
+        """`answers(depth, z, patches, keep)`: what the depth's `ReadOut` gives, its table made once for all calls."""
+        tables: dict[ReadOut, Any] = {}
+        kept = linear if isinstance(linear, Packs) and self.outputs == "class" else None
+
+        def answers(depth: int, z: Tensor, patches: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            readout = self.readout(depth)
+            if readout not in tables:
+                key = (turn[0].shape, turn[0].dtype)
+                make = partial(readout.table, turn)
+                tables[readout] = make() if kept is None else kept.once(readout, key, make)
+            return readout(z, patches, turn, tables[readout], keep, linear)
+
+        return answers
+
+
+def _rising(values: tuple[int, ...]) -> bool:
+    return list(values) == sorted(set(values))

@@ -1,0 +1,91 @@
+"""What a training run of AdaPerceiver depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...errors import DwindleError
+from ...settings import AtLeast0, Inside, Share, check_fields
+from ...train.recipe import Recipe
+
+IDLE = ("method", "method_lr", "layout", "accumulate", "parallel")  # settings of `Recipe` that nothing here reads
+
+Three = tuple[AtLeast0, AtLeast0, AtLeast0]  # a number for each stage
+Attention = Literal["steps", "mask", "flex"]
+
+
+@dataclass
+class AdaRecipe(Recipe):
+    """`model` names a preset, `method.NAME` changes its settings, `weights` is None or a checkpoint to begin from.
+
+    freeze_backbone: only the write head, the output token and the classifier learn (D.2).
+    renew: with freeze_backbone and a read-out for each depth; {9: 8}: only the ninth block's read-out learns, and it
+        begins as the eighth's. For one that is no better than the one before it.
+    distill: 'soft' or 'hard' answers; 'features': output tokens towards the teacher's patches, for a dense network.
+    """
+
+    model: str = "small"
+    weights: str | None = None
+    method: str = "AdaPerceiver"
+    stages: Three = (50 / 135, 65 / 135, 20 / 135)  # shares of the epochs: tokens, tokens and depths, widths too (D.1)
+    stage_lr: Three = (1.0, 1.0, 0.5)  # of lr
+    block_lr: AtLeast0 = 1.0  # of lr, for the blocks: those of a ViT need less than what is new
+    restart: bool = True  # each stage from the averaged weights, with a schedule of its own; false: one over all stages
+    token_weight: AtLeast0 = 1.0
+    depth_weight: AtLeast0 = 1.0
+    largest_weight: AtLeast0 = 0.0  # of the most tokens at full depth once more, beside their share in the mean
+    full_width: Share = 0.0  # share of the images that run at full width whatever was drawn for them
+    mask_steps: Inside = 0.5  # chance of each step of an open mask, but the last, to be there in a training step
+    renew: dict | None = None
+    optimizer: Literal["adamw", "soap"] = "adamw"  # or 'soap', from pytorch-optimizer
+    attention: Attention | None = None  # None: the fastest. An open mask trains by 'mask'
+
+    def check(self) -> None:
+        for f in dataclasses.fields(self):
+            given = getattr(self, f.name)
+            if f.name in IDLE and given != f.default:
+                raise DwindleError(f"{f.name} = {given}: it has no effect on an AdaPerceiver; leave it out.")
+        check_fields(self)
+        dataclasses.replace(_plain(self), distill="soft" if self.distill == "features" else self.distill).check()
+        if self.distill == "token":
+            raise DwindleError("distill = token: AdaPerceiver has no distillation token; take soft, hard or features.")
+        opens = self.method_options.get("mask") == "open"
+        if not opens and self.mask_steps != AdaRecipe.mask_steps:
+            raise DwindleError(
+                f"mask_steps = {self.mask_steps}: it is for an open mask; give method.mask=open as well."
+            )
+        if opens and self.attention not in (None, "mask"):
+            raise DwindleError(f"attention = {self.attention}: an open mask trains by 'mask'; leave it out.")
+        if not sum(self.stages):
+            raise DwindleError(f"stages = {self.stages}: give three shares of the epochs, such as (0.4, 0.4, 0.2).")
+        if self.renew is not None:
+            self._check_renew()
+
+    def _check_renew(self) -> None:
+        given = f"renew = {self.renew}"
+        if not self.renew or not all(type(depth) is int for pair in self.renew.items() for depth in pair):
+            raise DwindleError(f"{given}: name depths by whole numbers, such as {{9: 8}}, or leave it out.")
+        for fits, wanted in (
+            (self.freeze_backbone and self.weights is not None, "weights=RUN freeze_backbone=true"),
+            (self.method_options.get("readouts") == "own", "method.readouts=own"),
+            (not self.stages[0], "stages=(0,0,1)"),  # the first stage reads the last block only
+            (self.depth_weight > 0, "depth_weight above 0"),
+        ):
+            if not fits:
+                raise DwindleError(f"{given}: it needs {wanted} as well.")
+
+    def runner(self) -> Any:
+        from .train import AdaRun
+
+        return AdaRun
+
+    def ends(self) -> list[int]:
+        """The epochs at which the stages end."""
+        total = sum(self.stages)
+        return [round(self.epochs * sum(self.stages[: i + 1]) / total) for i in range(3)]
+
+
+def _plain(recipe: AdaRecipe) -> Recipe:
+    return Recipe(**{f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)})

@@ -1,0 +1,109 @@
+"""AdaPerceiver on a GPU: a forward pass at one setting as a CUDA graph, with early exit as several (`leaving.py`).
+`AdaPerceiver.run` is their definition.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...core.model import Output
+from ...runtime.cuda import recording
+from ...runtime.cuda.keep import GRAPHS, Keeper, refusals
+from .leaving import Leaving
+from .settings import Looks, Setting
+
+if TYPE_CHECKING:
+    from .model import AdaPerceiver
+
+log = logging.getLogger("dwindle")
+Path = Callable[[Tensor, Any], Output]  # images, and the confidence at which they leave
+
+
+def records(images: Tensor) -> bool:
+    """Whether a forward pass on these images can be recorded at all; a caller's own capture wants to see every call."""
+    if not images.is_cuda or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return False
+    return images.device.index == torch.cuda.current_device()
+
+
+class Recorder(Keeper["AdaPerceiver"]):
+    """Recordings by shape, dtype and setting, of a network whose weights nobody writes to any more. A setting asked for
+    the first time runs eager, and is recorded when it is asked for again before `most` others: settings that change
+    with every call, or the last, smaller batch of a data set, are not recorded in vain. Early exit is recorded at once.
+    """
+
+    def __init__(self, model: AdaPerceiver) -> None:
+        super().__init__(model)
+        self.most = GRAPHS
+        self._paths: OrderedDict[tuple, Path | None] = OrderedDict()  # None: came once
+
+    def __call__(
+        self,
+        images: Tensor,
+        tokens: int,
+        depth: int,
+        width: int,
+        exit: float | None = None,
+        exits: Looks = None,
+    ) -> Output:
+        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        setting = (tokens, depth, width)
+        looks = None if exits is None else tuple(sorted(set(exits)))
+        how = (exit is None, looks, autocast, self.model.attention, self.model.mask)
+        key = (images.shape, images.dtype, images.device, setting, *how)
+        path = self._paths.get(key)
+        out = None if path is None or exit is not None else path(images, exit)
+        if out is None:
+            # Who leaves at a look is a decision, which another order of sums may change: it is recorded at once.
+            if path is None and (exit is not None or key in self._paths):
+                path = self._record(images, setting, exit is not None, looks)
+            out = (path or self._eager(setting, looks))(images, exit)
+        self._paths[key] = path
+        self._paths.move_to_end(key)
+        if len(self._paths) > self.most:
+            self._paths.popitem(last=False)
+        return out
+
+    def _eager(self, setting: Setting, looks: Looks) -> Path:
+        return lambda images, exit: self.model.run(images, *setting, exit, looks)
+
+    def _record(self, images: Tensor, setting: Setting, leaving: bool, looks: Looks) -> Path:
+        try:
+            return Leaving(self, images, setting, looks) if leaving else Recorded(self, images, setting)
+        except torch.OutOfMemoryError:
+            raise
+        except refusals() as error:
+            reason, at = str(error).splitlines()[0], (tuple(images.shape), *setting)
+            log.warning("AdaPerceiver cannot be recorded (%s); %s runs eager", reason, at)
+            return self._eager(setting, looks)
+
+
+class Recorded:
+    """One forward pass as a CUDA graph: images are copied in, answers copied out."""
+
+    def __init__(self, keeper: Recorder, images: Tensor, setting: Setting) -> None:
+        self.turn, model = keeper.turn, keeper.model
+        self.held, autocast = recording.held(model), recording.autocast_as_now()
+
+        def forward() -> None:
+            with autocast():
+                self.out = model.run(self.images, *setting)
+
+        with torch.inference_mode(False), torch.no_grad():  # what is copied in later may come from either mode
+            self.images = images.clone()
+            self.graph = recording.captured(forward, keeper.pool)
+
+    def __call__(self, images: Tensor, exit: None = None) -> Output:
+        with self.turn:
+            self.images.copy_(images)
+            self.graph.replay()
+            like = self.out.trace  # of the setting alone
+            trace = replace(like, lives=[*like.lives], values=[dict(values) for values in like.values])
+            return Output(self.out.logits.clone(), trace, self.out.features.clone())

@@ -1,0 +1,111 @@
+"""What may be asked of an AdaPerceiver, and the trace of what was.
+
+B images, N latents, L blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.model import check_dtype
+from ...core.tokens import Where
+from ...core.trace import Trace
+from ...errors import DwindleError
+
+if TYPE_CHECKING:
+    from .model import AdaPerceiver
+
+Choice = int | Sequence[int] | Tensor | None
+Setting = tuple[int, int, int]  # tokens, depth, width
+Looks = Sequence[int] | None  # depths after which images may leave; None: all
+
+
+def settings(model: AdaPerceiver, tokens: Choice, depth: Choice, width: Choice, count: int) -> tuple[list[int], ...]:
+    """Tokens, depths and widths of `count` images; left out, each is the largest that the network was trained with."""
+    return (
+        _chosen(model, "tokens", tokens, count, model.tokens[-1]),
+        _chosen(model, "depth", depth, count, model.depth),
+        _chosen(model, "width", width, count, model.width),
+    )
+
+
+def _chosen(model: AdaPerceiver, name: str, given: Choice, count: int, default: int) -> list[int]:
+    """One number per image."""
+    if given is None:
+        return [default] * count
+    if isinstance(given, Tensor | np.ndarray | np.generic):
+        given = given.tolist()
+    values: list[Any] = list(given) if isinstance(given, Sequence) else [given] * count
+    if len(values) != count:
+        raise DwindleError(f"{name} has {len(values)} values for {count} images; give one, or one per image.")
+    most = {"tokens": 4 * model.tokens[-1], "depth": model.depth}.get(name, 0)
+    for value in set(values):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if name == "width" and not (whole and value in model.widths):
+            allowed = ", ".join(map(str, model.widths))
+            raise DwindleError(f"width = {value}: this network was trained with the widths {allowed}; choose one.")
+        if name != "width" and not (whole and 1 <= value <= most):
+            raise DwindleError(f"{name} = {value}: this network takes a whole number from 1 to {most}.")
+    return values
+
+
+def check(model: AdaPerceiver, images: Tensor, exit: float | None = None, exits: Looks = None) -> None:
+    sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == model.channels
+    if not sized or any(not side or side % model.patch for side in images.shape[-2:]):
+        raise DwindleError(
+            f"Images of shape {tuple(images.shape)} do not fit this network; it takes (batch, {model.channels}, "
+            f"height, width) with sides that are multiples of {model.patch}, trained at {model.image}; resize them."
+        )
+    check_dtype(images, model.patch_embed.weight.dtype)
+    if exit is not None and not 0 < exit <= 1:
+        raise DwindleError(f"exit = {exit}: it is the confidence at which an image leaves, in (0, 1].")
+    if exits is not None:
+        if exit is None:
+            raise DwindleError("exits says after which blocks images may leave; give exit, the confidence, as well.")
+        check_exits(model, exits)
+    if exit is not None and model.outputs != "class":
+        raise DwindleError(
+            "exit asks for the confidence of one answer; a dense network has one per patch, so leave it out."
+        )
+
+
+def check_exits(model: AdaPerceiver, exits: Sequence[int]) -> None:
+    """Refuse depths that this network does not have."""
+    if not exits or not all(isinstance(at, int) and 1 <= at <= model.depth for at in exits):
+        given = ", ".join(map(str, exits)) or "none"
+        raise DwindleError(f"exits = {given}: name one or more blocks after which to look, from 1 to {model.depth}.")
+
+
+def trace_of(
+    model: AdaPerceiver, images: Tensor, t_B: list[int], d_B: list[int], w_B: list[int], reads: Tensor
+) -> Trace:
+    """reads: (L, B) who was read out where. Latents have no place in the image: the trace's grid is one row of them."""
+    count, largest = len(t_B), max(t_B)
+    trace = Trace((count, largest), 0, (1, largest), model.depth)
+    here = torch.arange(largest) < torch.tensor(t_B)[:, None]  # (B, N)
+    widths = torch.tensor(w_B, dtype=torch.float32)[:, None].expand(count, largest)
+    patches = torch.full((count, largest), float(model.patches((images.shape[-2], images.shape[-1]))))
+    counts = sorted(set(t_B))  # few of them, and many images
+    sights = torch.stack([_sights(model.ends(t), largest) for t in counts])
+    seen = sights[torch.searchsorted(torch.tensor(counts), torch.tensor(t_B))]  # (B, N)
+    depths = torch.tensor(d_B)[:, None]
+    for at in range(1, max(d_B) + 1):
+        live, read = here & (depths >= at), reads[at - 1, :, None].float().expand(count, largest)
+        trace.lives.append(Where((count, largest), live_BN=live))
+        trace.values.append({"width": widths, "read": read, "patches": patches, "seen": seen})
+    return trace
+
+
+@lru_cache(64)
+def _sights(ends: tuple[int, ...], largest: int) -> Tensor:
+    """(N,) how many latents each of `largest` sees under a mask of these steps; 0 where there is none."""
+    sizes = [end - start for start, end in zip((0, *ends), ends)]
+    seen = [float(end) for end, size in zip(ends, sizes) for _ in range(size)]
+    with torch.inference_mode(False):
+        return torch.tensor(seen + [0.0] * (largest - len(seen)))

@@ -1,0 +1,116 @@
+"""Static and hard execution of a language model timed in one run, turn about."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import DwindleError
+from ...evaluate.bench import milliseconds
+from ...runtime.dtypes import DTYPES
+from .execute import AdaptiveLM, LMOutput, tlops_saved
+
+
+def forced_keep(blocks: int, shape: tuple[int, int], fraction: float, seed: int = 0) -> Tensor:
+    """(L, B, N) bool: a random draw of exactly this share of token-blocks; all run the first block."""
+    if not 1 / blocks <= fraction <= 1:
+        raise DwindleError(
+            f"fraction = {fraction}: it is the share of token-blocks computed, and every token runs the first of "
+            f"{blocks}; give one in [{1 / blocks:.2f}, 1]."
+        )
+    count = shape[0] * shape[1]
+    chosen = round((fraction * blocks - 1) * count)
+    order = torch.randperm((blocks - 1) * count, generator=torch.Generator().manual_seed(seed))
+    later = torch.zeros((blocks - 1) * count, dtype=torch.bool).index_fill(0, order[:chosen], True)
+    return torch.cat([torch.ones(1, *shape, dtype=torch.bool), later.view(blocks - 1, *shape)])
+
+
+@torch.inference_mode()
+def bench_lm(
+    model: AdaptiveLM,
+    batches: Sequence[int],
+    fractions: Sequence[float],
+    device: str = "cpu",
+    dtype: str = "fp32",
+    seconds: float = 4.0,
+    ids: Tensor | None = None,
+    compiled: bool = True,
+    progress: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Windows of the model's context. A forced share replaces the outcome only: gates and gathering run and are timed.
+
+    ids: a text (N,); adds a row with the router's own decisions on it. compiled: both sides run compiled code.
+    """
+    place = torch.device(device)
+    model = model.eval().to(place, DTYPES[dtype])
+    shape = model.backbone.shape
+    static: Callable[[Tensor], Tensor] = _logits(model.lm)
+    adaptive: Callable[..., LMOutput] = partial(model, layout="packed")
+    if compiled:
+        static = torch.compile(static)
+        model.compile_blocks()
+    rows = []
+    for batch in batches:
+        size = (batch, shape.context)
+        if compiled:
+            torch._dynamo.reset()  # each batch gets code for its own size; of a second one it would be for any
+        drawn = torch.randint(0, shape.vocabulary, size, generator=torch.Generator().manual_seed(0)).to(place)
+        jobs: list[tuple[str, Tensor, Tensor | None]] = [
+            ("forced", drawn, forced_keep(shape.blocks, size, f).to(place)) for f in fractions
+        ]
+        if ids is not None and len(ids) >= batch * shape.context:
+            jobs.append(("own", ids[: batch * shape.context].view(size).long().to(place), None))
+        for kind, x, keep in jobs:
+            trace = model(x, keep=keep).trace
+            saved, macs = tlops_saved(trace).mean().item(), model.macs_saved(trace).mean().item()
+            static_ms, adaptive_ms = milliseconds([partial(static, x), partial(adaptive, x, keep=keep)], seconds, place)
+            row = _row(static_ms, adaptive_ms, saved, macs) | {"batch": batch, "decisions": kind}
+            row["tokens_per_s"] = round(batch * shape.context / row["adaptive_ms"] * 1e3)
+            rows.append(row)
+            if progress:
+                progress(row)
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)"
+    return {"rows": rows, "context": shape.context, "device": name, "dtype": dtype, "torch": torch.__version__}
+
+
+def compilable(device: str) -> bool:
+    """Whether torch.compile finds a compiler for this device."""
+    if device.startswith("cuda"):
+        return importlib.util.find_spec("triton") is not None
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+def _row(static: list[float], adaptive: list[float], saved: float, macs: float) -> dict[str, Any]:
+    """promised: what the token-layer operations saved would give; reached: the share of it that the clock shows.
+
+    The same of multiply-accumulates, in which keys and values of tokens that skip and the gates are counted.
+    """
+    speedup = statistics.median(s / a for s, a in zip(static, adaptive))
+    return {
+        "fraction": round(1 - saved, 4),
+        "static_ms": round(statistics.median(static), 3),
+        "adaptive_ms": round(statistics.median(adaptive), 3),
+        "speedup": round(speedup, 3),
+        "spread": round(statistics.pstdev(s / a for s, a in zip(static, adaptive)), 3),
+        "promised": round(1 / (1 - saved), 3),
+        "reached": round(speedup * (1 - saved), 3),
+        "promised_macs": round(1 / (1 - macs), 3),
+        "reached_macs": round(speedup * (1 - macs), 3),
+        "rounds": len(static),
+    }
+
+
+def _logits(lm: Any) -> Callable[[Tensor], Tensor]:
+    def run(ids: Tensor) -> Tensor:
+        out = lm(ids)
+        return out if isinstance(out, Tensor) else out.logits
+
+    return run

@@ -1,0 +1,56 @@
+"""The model card of a language model's checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ...files import write_text
+from ...io.card import CARD, closing
+from ...io.checkpoint import read_config
+
+COLUMNS = ("loss", "loss_soft", "bpc", "tlops_saved", "macs_saved")
+
+
+def lm_card(config: dict[str, Any], name: str) -> str:
+    """From a checkpoint's config alone."""
+    extra, method, size = config.get("extra", {}), config["method"], config["backbone"]["options"] or {}
+    results, data = extra.get("results", {}), extra.get("data", {})
+    lines = [
+        "---",
+        "library_name: dwindle",
+        "tags: [dwindle, text-generation, character-level, adaptive-computation]",
+        "---",
+        f"# {name}",
+        "",
+        f"A causal language model ({', '.join(f'{k} {v}' for k, v in size.items())}) with {method['name']}: every "
+        "token chooses which blocks it runs.",
+        "",
+        "```sh",
+        f'dwindle generate {name} --prompt "ROMEO:"',
+        "```",
+        "",
+    ]
+    if isinstance(results.get("loss"), int | float):
+        columns = [key for key in COLUMNS if isinstance(results.get(key), int | float)]
+        lines += [
+            f"| {' | '.join(columns)} |",
+            "|---" * len(columns) + "|",
+            f"| {' | '.join(f'{results[key]:.4f}' for key in columns)} |",
+            "",
+            "Validation text; loss in nats per character, bpc in bits; TLOps and MACs as shares of the static model's.",
+            "",
+        ]
+    notes = {
+        "Data": ", ".join(Path(str(place)).name for place in data.values()),
+        "Measured on": extra.get("measured_on"),
+        "Note": extra.get("note"),
+    }
+    notes |= {"Command": extra.get("command"), "Licence": extra.get("licence")}
+    return "\n".join([*lines, *closing(notes, {"Router": method["options"], "Recipe": extra.get("recipe")})])
+
+
+def write_lm_card(folder: str | os.PathLike, name: str | None = None) -> Path:
+    folder = Path(folder)
+    return write_text(folder / CARD, lm_card(read_config(folder), name or folder.name))

@@ -1,0 +1,90 @@
+"""A language model on a text: loss, bits per character, and what was saved."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core import processes as ranks
+from ...core.cost import bisected
+from ...errors import DwindleError
+from .execute import AdaptiveLM, tlops_saved
+from .text import windows
+
+
+@torch.inference_mode()
+def evaluate(
+    model: AdaptiveLM,
+    ids: Tensor,
+    *,
+    layout: str = "packed",
+    batch: int = 32,
+    limit: int | None = None,
+    device: str | torch.device = "cpu",
+    name: str = "the text",
+    amp: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Over windows of the model's context. `rates` and `means`: share that skips and mean p in every block.
+
+    limit: only so many windows. amp: bf16 autocast, as in training on a GPU. Of several processes each takes its share
+    of the windows, and all get the result for all.
+    """
+    place = torch.device(device)
+    model = model.eval().to(place)
+    blocks = model.backbone.shape.blocks
+    sums = torch.zeros(3, dtype=torch.float64, device=place)
+    skipped, probability = (torch.zeros(blocks, dtype=torch.float64, device=place) for _ in range(2))
+    count, begin = 0, time.perf_counter()
+    context = model.backbone.shape.context
+    for x, y in windows(ids, context, batch, name, limit, ranks.rank(), ranks.world()):
+        x, y = x.to(place, non_blocking=True), y.to(place, non_blocking=True)
+        with torch.autocast(place.type, torch.bfloat16, enabled=amp):
+            out = model(x, layout)
+        loss = F.cross_entropy(out.logits.flatten(0, 1).float(), y.flatten(), reduction="none").double().mean()
+        saved = torch.stack([loss, tlops_saved(out.trace).mean(), model.macs_saved(out.trace).mean()])
+        sums += len(x) * saved
+        skipped += len(x) * (1 - out.trace.live.double().mean((1, 2)))
+        means = [values["p"].double().mean() if "p" in values else saved.new_ones(()) for values in out.trace.values]
+        probability += len(x) * torch.stack(means)
+        count += len(x)
+        if progress:
+            progress(len(x))
+    mine = torch.cat([sums, skipped, probability]).cpu()
+    speed = count * context / (time.perf_counter() - begin)
+    totals, counts, speeds = zip(*ranks.gathered((mine, count, speed)))
+    count, (sums, skipped, probability) = sum(counts), sum(totals).split([3, blocks, blocks])
+    loss_, tlops, macs = (sums / count).tolist()
+    if not math.isfinite(loss_):
+        raise DwindleError(f"The loss on {name} is {loss_}: the model's weights are damaged; take another copy.")
+    return {
+        "loss": loss_,
+        "bpc": loss_ / math.log(2),
+        "tlops_saved": tlops,
+        "macs_saved": macs,
+        "rates": (skipped / count).tolist(),
+        "means": (probability / count).tolist(),
+        "tokens_per_s": round(sum(speeds), 1),
+        "windows": count,
+    }
+
+
+def calibrate(model: AdaptiveLM, ids: Tensor, saved: float, **options: Any) -> float:
+    """Turn the router's dial so that this share of token-layer operations is skipped; returns the share reached."""
+    if model.method.dial is None:
+        raise DwindleError(f"{type(model.method).__name__} has nothing to turn after training; train it to save more.")
+    name, cheap, dear = model.method.dial
+
+    def cost(value: float) -> float:
+        setattr(model.method, name, value)
+        return 1 - evaluate(model, ids, **options)["tlops_saved"]
+
+    ends = bisected(cost, 1 - saved, cheap, dear, steps=12)
+    best = min(ends, key=lambda value: abs(cost(value) - (1 - saved)))
+    return 1 - cost(best)

@@ -1,0 +1,208 @@
+"""Hugging Face's causal language models, asked for the parts of their own blocks: the GPT-2 and Llama families.
+
+Nothing is hooked or replaced: the model stays as it was, and the loop in execute.py calls its layers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from ...backbones.hf import plain_options, rebuilt
+from ...errors import DwindleError
+from ...settings import Above0, AtLeast0, Classes, Depth, Share, Size, Whole0, Whole1, Within, Word
+from .model import LMShape, Turns, check_length, rotate
+
+KINDS = ("GPT2LMHeadModel", "LlamaForCausalLM")
+Context = Annotated[int, Within(1, 1 << 24)]
+
+
+class Turning(TypedDict, total=False):
+    """How a Llama turns positions, under the names of any version of transformers."""
+
+    rope_type: Word
+    type: Word
+    rope_theta: Above0
+    partial_rotary_factor: Share
+    factor: Above0
+    attention_factor: float | None
+    beta_fast: float | None
+    beta_slow: float | None
+    low_freq_factor: float
+    high_freq_factor: float
+    short_factor: list[float]
+    long_factor: list[float]
+    original_max_position_embeddings: Whole1
+
+
+class Plain(TypedDict, total=False):
+    vocab_size: Classes
+    tie_word_embeddings: bool
+    initializer_range: AtLeast0
+    pad_token_id: Whole0 | None
+    # GPT-2
+    n_positions: Context
+    n_embd: Size
+    n_layer: Depth
+    n_head: Size
+    n_inner: Size | None
+    activation_function: Word
+    resid_pdrop: Share
+    embd_pdrop: Share
+    attn_pdrop: Share
+    layer_norm_epsilon: Above0
+    scale_attn_weights: bool
+    scale_attn_by_inverse_layer_idx: bool
+    reorder_and_upcast_attn: bool
+    add_cross_attention: bool
+    # Llama
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Depth
+    num_attention_heads: Size
+    num_key_value_heads: Size | None
+    head_dim: Size | None
+    hidden_act: Word
+    max_position_embeddings: Context
+    rms_norm_eps: Above0
+    rope_theta: Above0
+    rope_scaling: Turning | None
+    rope_parameters: Turning | None
+    pretraining_tp: Whole1
+    attention_bias: bool
+    attention_dropout: Share
+    mlp_bias: bool
+
+
+class GPT2Parts:
+    def __init__(self, block: Any) -> None:
+        self.block, self.attn = block, block.attn
+        self.heads = block.attn.num_heads
+
+    def normed(self, x: Tensor) -> Tensor:
+        return self.block.ln_1(x)
+
+    def queries(self, h: Tensor, turns: Turns) -> Tensor:
+        return self._part(h, 0, 1).unflatten(-1, (self.heads, -1))
+
+    def keys_values(self, h: Tensor, turns: Turns) -> tuple[Tensor, Tensor]:
+        k, v = (t.unflatten(-1, (self.heads, -1)) for t in self._part(h, 1, 3).chunk(2, -1))
+        return k, v
+
+    def _part(self, h: Tensor, begin: int, end: int) -> Tensor:
+        """Columns of the joint projection: thirds for queries, keys and values."""
+        width, joint = h.shape[-1], self.attn.c_attn
+        columns = slice(begin * width, end * width)
+        return h @ joint.weight[:, columns] + joint.bias[columns]
+
+    def rest(self, x: Tensor, heard: Tensor) -> Tensor:
+        x = x + self.attn.resid_dropout(self.attn.c_proj(heard))
+        return x + self.block.mlp(self.block.ln_2(x))
+
+    @property
+    def attention_dropout(self) -> float:
+        return self.attn.attn_dropout.p if self.attn.training else 0.0
+
+
+class LlamaParts:
+    def __init__(self, block: Any) -> None:
+        self.block, self.attn = block, block.self_attn
+
+    def normed(self, x: Tensor) -> Tensor:
+        return self.block.input_layernorm(x)
+
+    def queries(self, h: Tensor, turns: Turns) -> Tensor:
+        return rotate(self._heads(self.attn.q_proj(h)), turns)
+
+    def keys_values(self, h: Tensor, turns: Turns) -> tuple[Tensor, Tensor]:
+        return rotate(self._heads(self.attn.k_proj(h)), turns), self._heads(self.attn.v_proj(h))
+
+    def _heads(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(-1, (-1, self.attn.head_dim))
+
+    def rest(self, x: Tensor, heard: Tensor) -> Tensor:
+        x = x + self.attn.o_proj(heard)
+        return x + self.block.mlp(self.block.post_attention_layernorm(x))
+
+    @property
+    def attention_dropout(self) -> float:
+        return self.attn.attention_dropout if self.attn.training else 0.0
+
+
+class HFLanguage:
+    """A view of the model; its weights stay where they are."""
+
+    family = "hf_lm"
+
+    def __init__(self, lm: nn.Module) -> None:
+        self.lm: Any = lm
+        tower: Any = getattr(lm, "transformer", None) or getattr(lm, "model", None)
+        self.kind = next((kind for kind in KINDS if any(c.__name__ == kind for c in type(lm).__mro__)), None)
+        if self.kind is None:
+            raise DwindleError(
+                f"{type(lm).__name__} cannot be adapted; give a CharLM, or of Hugging Face's models "
+                f"{' or '.join(KINDS)}."
+            )
+        config: Any = self.lm.config
+        if self.kind == "GPT2LMHeadModel":
+            odd = config.add_cross_attention or config.scale_attn_by_inverse_layer_idx or not config.scale_attn_weights
+            self.blocks: list[Any] = [GPT2Parts(block) for block in tower.h]
+        else:
+            odd = getattr(tower.rotary_emb, "rope_type", "default") in ("dynamic", "longrope")
+            self.blocks = [LlamaParts(block) for block in tower.layers]
+        if odd:
+            raise DwindleError(
+                f"This {self.kind} scales attention by layer or turns positions by length, which is not supported; "
+                "give one with the family's usual attention."
+            )
+
+    @property
+    def gpt2(self) -> bool:
+        return self.kind == "GPT2LMHeadModel"
+
+    def embed(self, ids_BN: Tensor, begin: int = 0) -> Tensor:
+        check_length(begin + ids_BN.shape[1], self.lm.config.max_position_embeddings)
+        if not self.gpt2:
+            return self.lm.model.embed_tokens(ids_BN)
+        tower = self.lm.transformer
+        places = torch.arange(begin, begin + ids_BN.shape[1], device=ids_BN.device)
+        return tower.drop(tower.wte(ids_BN) + tower.wpe(places))
+
+    def turns(self, count: int, begin: int = 0) -> Turns:
+        if self.gpt2:
+            return ()
+        weight = self.lm.model.embed_tokens.weight
+        places = torch.arange(begin, begin + count, device=weight.device)[None]
+        half = self.blocks[0].attn.head_dim // 2  # the family holds every angle twice
+        return tuple(t[0, :, :half] for t in self.lm.model.rotary_emb(weight, places))
+
+    def readout(self, x: Tensor) -> Tensor:
+        return self.lm.lm_head((self.lm.transformer.ln_f if self.gpt2 else self.lm.model.norm)(x))
+
+    @property
+    def shape(self) -> LMShape:
+        config, block = self.lm.config, self.blocks[0]
+        width, heads = config.hidden_size, config.num_attention_heads
+        head = width // heads if self.gpt2 else block.attn.head_dim
+        key_heads = heads if self.gpt2 else config.num_key_value_heads
+        matrices = sum(p.numel() for p in block.block.parameters() if p.dim() == 2)
+        return LMShape(
+            blocks=len(self.blocks),
+            width=width,
+            heads=heads,
+            head_size=head,
+            context=config.max_position_embeddings,
+            vocabulary=config.vocab_size,
+            row_macs=matrices,
+            key_macs=2 * width * key_heads * head,
+            read_macs=width * config.vocab_size,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {"model": self.kind, "options": plain_options(self.lm.config, Plain)}
+
+
+def rebuild(described: dict[str, Any]) -> nn.Module:
+    return rebuilt(described, KINDS, Plain)

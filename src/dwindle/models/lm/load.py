@@ -1,0 +1,84 @@
+"""Language models from checkpoints: the same folder as any other, told apart by its backbone's family."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from ...errors import DwindleError, unknown
+from ...io.checkpoint import LANGUAGE, by_config, check_fit, check_method, filled, find, planned, read_both
+from ...io.config import CONFIG, read_config
+from ...settings import checked
+from .execute import AdaptiveLM, adapt_lm
+from .model import CharLM, LMSize
+from .routing import Router, Static
+from .text import Vocabulary
+
+
+def is_language(config: dict[str, Any]) -> bool:
+    return config["backbone"]["family"] in LANGUAGE
+
+
+def load_lm(source: Any, *, lm: Any = None) -> AdaptiveLM:
+    """In eval mode, on the CPU. lm: put the weights into this model; needed where only the router was saved."""
+    folder = find(source)
+    config = read_config(folder)
+    backbone, method = config["backbone"], config["method"]
+    if not is_language(config):
+        raise DwindleError(
+            f"{folder} holds a {backbone['family']} model, which is no language model; open it with dwindle.load."
+        )
+    if method["name"] not in Router.registry:
+        raise unknown("router", method["name"], Router.registry, hint=f"{folder / CONFIG} was saved with it")
+    weights = read_both(folder, config)
+    kept = ("method", "lm") if config["saved"] == "all" else ("method",)
+    parts: dict[str, Any] = {part: {} for part in kept}
+    for name, weight in weights.items():
+        part, _, rest = name.partition(".")
+        if part in parts:
+            parts[part][rest] = weight
+    if lm is None and config["saved"] == "method":
+        raise DwindleError(f"{folder} does not hold its language model; pass the model it belongs to as lm=...")
+
+    own = partial(Router.registry[method["name"]], **method["options"])
+    if lm is None:
+        twin = planned(lambda: adapt_lm(_rebuild(backbone), Static()), folder)
+        check_fit(twin.lm, parts["lm"], folder)
+    else:
+        twin = adapt_lm(lm, Static())
+    check_method(own, twin.backbone.shape, parts["method"], folder)
+    with by_config(folder):
+        model = adapt_lm(_rebuild(backbone) if lm is None else lm, own())
+    filled(model, parts, folder)
+    model.extra = config.get("extra", {})
+    return model.eval()
+
+
+def _rebuild(backbone: dict[str, Any]) -> Any:
+    if backbone["family"] == "charlm":
+        return CharLM(checked(LMSize)(**backbone["options"] or {}))
+    from .hf import rebuild
+
+    return rebuild(backbone)
+
+
+def vocabulary_of(model: AdaptiveLM) -> Vocabulary:
+    """What the checkpoint says its numbers mean."""
+    if "vocabulary" not in model.extra:
+        raise DwindleError("This checkpoint does not say what its tokens mean; use it from Python, with its tokenizer.")
+    characters, known = model.extra["vocabulary"], model.backbone.shape.vocabulary
+    vocabulary = Vocabulary(characters)
+    if len(vocabulary) != known or (characters and list(characters) != sorted(set(characters))):
+        raise DwindleError(
+            f"This checkpoint names {len(vocabulary)} characters, and its model knows {known}, each once and in order; "
+            "take another copy."
+        )
+    return vocabulary
+
+
+def own_text(model: AdaptiveLM) -> str:
+    """The name of the text that the checkpoint says it learnt from."""
+    name = model.extra.get("data", {}).get("train")
+    if not isinstance(name, str):
+        raise DwindleError("This checkpoint does not say what text it learnt from; name one with --data.")
+    return name

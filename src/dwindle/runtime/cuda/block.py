@@ -1,0 +1,62 @@
+"""A block as the kernels run it: weights folded once, then five launches over the live rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...core.backbone import Parts
+from ...ops.rows import Affine, HeadNorm, Rows, add_linear, attend_rows, normed_linear
+
+
+@dataclass
+class Ready:
+    """One block's weights as the kernels want them. The block's own stay as they are."""
+
+    qkv: Affine
+    proj: Affine
+    rise: Affine
+    fall: Affine
+    scale1: Tensor
+    scale2: Tensor
+    act: str
+    heads: int
+    scale: float
+    norm: HeadNorm | None
+
+    @staticmethod
+    @torch.no_grad()
+    def of(parts: Parts) -> Ready:
+        weight = torch.cat([layer.weight.detach() for layer in parts.qkv])
+        biases = [layer.bias.detach() for layer in parts.qkv if layer.bias is not None]
+        ones = torch.ones(len(parts.proj.weight), device=weight.device)
+        norm = None
+        if parts.q_norm is not None and parts.k_norm is not None:
+            of_q, of_k = parts.q_norm, parts.k_norm
+            norm = HeadNorm(of_q.weight, of_q.bias, of_k.weight, of_k.bias, of_q.eps)
+        return Ready(
+            qkv=Affine.of(weight, torch.cat(biases) if biases else None, parts.norm1),
+            proj=Affine.of(parts.proj.weight, parts.proj.bias),
+            rise=Affine.of(parts.rise.weight, parts.rise.bias, parts.norm2),
+            fall=Affine.of(parts.fall.weight, parts.fall.bias),
+            scale1=ones if parts.scale1 is None else parts.scale1.detach().float(),
+            scale2=ones if parts.scale2 is None else parts.scale2.detach().float(),
+            act=parts.act,
+            heads=parts.heads,
+            scale=parts.scale,
+            norm=norm,
+        )
+
+    def attend(self, x_RD: Tensor, rows: Rows, longest: int, bias_R: Tensor | None) -> Tensor:
+        """x += its attention update, in place; returns queries, keys and values, compact."""
+        qkv = normed_linear(x_RD, rows, self.qkv, "none")
+        mixed = attend_rows(qkv, rows, self.heads, longest, self.scale, bias_R, self.norm)
+        add_linear(x_RD, rows, mixed, self.proj, self.scale1)
+        return qkv
+
+    def think(self, x_RD: Tensor, rows: Rows, tap_R: Tensor | None, neuron: int) -> None:
+        """x += its MLP's update, in place."""
+        hidden = normed_linear(x_RD, rows, self.rise, self.act, tap_R, neuron)
+        add_linear(x_RD, rows, hidden, self.fall, self.scale2)

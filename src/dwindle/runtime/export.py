@@ -1,0 +1,346 @@
+"""Models that leave Python: one graph from which halted tokens are gone: ONNX, a torch.export program, or compiled.
+
+A file is checked against the model it was made from before it gets its name: same decisions, same logits.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import os
+import re
+import shutil
+import statistics
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.model import AdaptiveViT
+from ..errors import DwindleError, unknown
+from ..evaluate.bench import milliseconds
+from ..io.images import load_image, preprocess_of
+from .flow import Flow, depth_of
+from .int8 import is_int8
+
+FORMS = {"onnx": ".onnx", "torch-export": ".pt2", "aoti": ".pt2"}
+TOLERANCE = 1e-4  # of logits, where the decisions are the same
+OPSET = 20
+MOVE = 4e6  # multiply-accumulates done in the time that moving rows takes a runtime
+EMBEDDED = 1 << 30  # bytes of weights up to which an ONNX file holds them itself; protobuf ends at 2 GiB
+
+Call = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class Graph(nn.Module):
+    """What is exported: images (B, C, height, width) in; logits (B, classes) and depth (B, N) out."""
+
+    def __init__(self, model: AdaptiveViT, moves: Collection[int] | None = None) -> None:
+        """moves: blocks after which live rows are moved together; None: each at which tokens may stop."""
+        super().__init__()
+        self.model = model
+        self.start = partial(Flow.start, front=model.backbone.front, moves=moves)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.model.run(images, self.start)
+        return out.logits, depth_of(out.trace)
+
+
+@torch.inference_mode()
+def worthwhile_moves(model: AdaptiveViT, images: Tensor) -> tuple[int, ...]:
+    """Blocks after which so few rows are live, of an image like these, that the next is cheaper if they are moved."""
+    live = model(images, layout="packed").trace.counts.float().mean(1).tolist()
+    shape, moves, rows = model.backbone.shape, [], live[0]
+    for block, count in enumerate(live[1:], 1):
+        if (rows - count) * shape.block_macs > MOVE:
+            moves.append(block)
+            rows = count
+    return tuple(moves)
+
+
+def export(model: AdaptiveViT, to: str, out: str | os.PathLike, *, seconds: float = 0.0) -> dict[str, Any]:
+    """Write the file and say how it compares: largest difference of logits, share of equal decisions, and speed.
+
+    seconds: time for each comparison with the static model exported the same way (batches of 1 and 8, on one thread and
+        on all); 0 leaves it out.
+    """
+    if to not in FORMS:
+        raise unknown("form to export to", to, FORMS)
+    path = Path(out)
+    if path.is_dir() or path.suffix != FORMS[to]:
+        raise DwindleError(f"--out {path}: {to} is written to a file that ends in {FORMS[to]}; name one.")
+    _check_tools(to)
+    model = model.eval().cpu().float()
+    if is_int8(model):
+        raise DwindleError(
+            "An int8 model is not exported; export the one it was made from, then quantise the file with onnxruntime."
+        )
+    photos = check_images(model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.stem}.draft{path.suffix}")
+    write, open_ = {
+        "onnx": (_write_onnx, open_onnx),
+        "torch-export": (_write_program, open_program),
+        "aoti": (_write_compiled, open_compiled),
+    }[to]
+    try:
+        write(program(Graph(model, worthwhile_moves(model, photos)), photos), draft, _about(model))
+        result = {"out": str(path), "form": to, **check(model, open_(draft), photos)}
+        if to == "onnx":
+            result["opset"] = OPSET
+        if seconds:
+            static = draft.with_name(f".static{draft.name}")
+            result["speed"] = _race(model, draft, photos, write, open_, static, seconds)
+        os.replace(draft, path)
+    finally:
+        for left in path.parent.glob(f"*{glob.escape(draft.name)}"):
+            left.unlink()
+    return result | {"bytes": path.stat().st_size}
+
+
+def check_images(model: AdaptiveViT) -> Tensor:
+    """The shipped photographs as the model takes them; noise for one that does not take plain colour squares."""
+    shape = model.backbone.shape
+    transform = preprocess_of(model).eval_transform()
+    folder = Path(str(files("dwindle"))) / "assets" / "photos"
+    photos = torch.stack([transform(load_image(path)) for path in sorted(folder.glob("*.jpg"))])
+    if tuple(photos.shape[1:]) == (shape.channels, *shape.image):
+        return photos
+    return torch.randn(len(photos), shape.channels, *shape.image, generator=torch.Generator().manual_seed(0))
+
+
+@torch.inference_mode()
+def check(model: AdaptiveViT, call: Call, images: Tensor) -> dict[str, Any]:
+    """Of a batch and of each image alone. A token on the edge of a decision may fall the other way elsewhere."""
+    wanted = model(images, layout="packed")
+    batches = [images, *images.split(1)]
+    answers = [call(batch) for batch in batches]
+    logits = torch.cat([answer[0] for answer in answers])
+    depth = torch.cat([answer[1] for answer in answers])
+    same = depth == torch.cat([wanted.trace.depth] * 2)
+    gap = (logits - torch.cat([wanted.logits] * 2)).abs().amax(-1)[same.all(-1)]
+    difference = float(gap.max()) if len(gap) else float("nan")
+    agreed = same.float().mean().item()
+    if not difference <= TOLERANCE or agreed < 0.999:
+        raise DwindleError(
+            f"The exported graph differs from the model: logits by {difference:.2g} (up to {TOLERANCE} is rounding), "
+            f"{1 - agreed:.2%} of the tokens decided otherwise; this is a fault of the export, please report it."
+        )
+    return {"difference": difference, "decisions": agreed, "checked": f"batch {len(images)} and each image alone"}
+
+
+def _race(
+    model: AdaptiveViT, adaptive: Path, photos: Tensor, write: Callable, open_: Callable, path: Path, seconds: float
+) -> list[dict[str, Any]]:
+    """The static model, exported the same way, turn about with the adaptive one in one process.
+
+    On one thread, as a server runs many at a time, and on all: what decides is too small to share between threads.
+    """
+    write(program(model.vit, photos), path, {})
+    rows, every = [], torch.get_num_threads()
+    with torch.inference_mode():
+        share = float(model.cost(model(photos, layout="packed").trace))
+    try:
+        runs: dict[int, list[Call]] = {}  # by threads: static, adaptive
+        for threads, batch in product(sorted({1, every}), (1, 8)):
+            torch.set_num_threads(threads)
+            runs[threads] = runs.get(threads) or [open_(which) for which in (path, adaptive)]
+            sets = photos[torch.arange(batch * len(photos)) % len(photos)].split(batch)  # every photograph counts alike
+
+            def all_of(run: Call, sets: tuple[Tensor, ...] = sets) -> None:
+                for images in sets:
+                    run(images)
+
+            with torch.inference_mode():
+                calls = [partial(all_of, run) for run in runs[threads]]
+                spent = milliseconds(calls, seconds, torch.device("cpu"))
+            rows.append(
+                {
+                    "batch": batch,
+                    "cost": round(share, 4),
+                    "static_ms": round(statistics.median(spent[0]) / len(sets), 2),
+                    "adaptive_ms": round(statistics.median(spent[1]) / len(sets), 2),
+                    "speedup": round(statistics.median(s / a for s, a in zip(*spent)), 3),
+                    "rounds": len(spent[0]),
+                    "threads": threads,
+                }
+            )
+    finally:
+        torch.set_num_threads(every)
+    return rows
+
+
+def _about(model: AdaptiveViT) -> dict[str, str]:
+    """What whoever runs the file needs to know, kept in it."""
+    return {
+        "dwindle.preprocess": json.dumps(preprocess_of(model).to_dict()),
+        "dwindle.method": json.dumps({"name": type(model.method).__name__, "options": model.method.config}),
+        "dwindle.io.classes": json.dumps(getattr(model, "extra", {}).get("classes")),
+    }
+
+
+def program(graph: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
+    """The graph for any number of images."""
+    with _quiet(), torch.no_grad():
+        try:
+            return torch.export.export(graph, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+        except DwindleError:
+            raise
+        except Exception as error:
+            kind = type(graph.model.method).__name__ if isinstance(graph, Graph) else type(graph).__name__
+            raise DwindleError(
+                f"{kind} cannot be recorded as one graph ({type(error).__name__}: {str(error).splitlines()[0]}); "
+                "a method that shall be exported decides by tensors alone, without .item() or `if` on their values."
+            ) from error
+
+
+def _write_program(recorded: torch.export.ExportedProgram, path: Path, about: dict[str, str]) -> None:
+    torch.export.save(recorded, path, extra_files=about)
+
+
+def open_program(path: str | os.PathLike) -> Call:
+    """What a .pt2 file computes."""
+    module: Any = torch.export.load(os.fspath(path)).module()
+    return module
+
+
+def _write_compiled(recorded: torch.export.ExportedProgram, path: Path, about: dict[str, str]) -> None:
+    with _quiet(), torch.no_grad():
+        torch._inductor.aoti_compile_and_package(
+            recorded, package_path=str(path), inductor_configs={"aot_inductor.metadata": about}
+        )
+
+
+def open_compiled(path: str | os.PathLike) -> Call:
+    """What a program compiled by AOTInductor computes."""
+    module: Any = torch._inductor.aoti_load_package(os.fspath(path))
+    return module
+
+
+def _write_onnx(recorded: torch.export.ExportedProgram, path: Path, about: dict[str, str]) -> None:
+    try:
+        with _quiet(), torch.no_grad():
+            made: Any = torch.onnx.export(
+                recorded,
+                input_names=["images"],
+                output_names=["logits", "depth"][: len(recorded.graph_signature.user_outputs)],
+                opset_version=OPSET,
+                dynamo=True,
+                verbose=False,
+                custom_translation_table={
+                    torch.ops.aten.scaled_dot_product_attention.default: _attention,
+                    torch.ops.aten.sort.stable: _stable_sort,
+                },
+            )
+    except torch.onnx.OnnxExporterError as error:
+        unknown_to_it = re.search(r"OpOverload\(op='([\w.]+)'", str(error))
+        raise DwindleError(
+            f"ONNX has no {unknown_to_it[1] if unknown_to_it else 'form of this graph'}, which the method uses; "
+            "export to torch-export or aoti."
+        ) from error
+    made.model.metadata_props.update(about)
+    size = sum(p.numel() * p.element_size() for p in recorded.parameters())
+    made.save(path, external_data=size > EMBEDDED)
+    # The exporter's optimiser transposes weights and leaves their old shapes behind, on which quantisers stumble.
+    import onnx
+
+    held = onnx.load(path, load_external_data=False)
+    del held.graph.value_info[:]
+    onnx.save(held, path)
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """In as few nodes as runtimes know to fuse; the exporter's own asks every tensor for its shape on the way."""
+    from onnxscript import opset20 as op
+
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = op.MatMul(op.Mul(query, op.Constant(value_float=scale)), op.Transpose(key, perm=[0, 1, 3, 2]))
+    if attn_mask is not None:
+        scores = op.Add(scores, attn_mask)
+    return op.MatMul(op.Softmax(scores, axis=-1), value)
+
+
+def _stable_sort(values: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """ONNX has no sort, but of equals its TopK takes the first first, as a stable sort does."""
+    from onnxscript import opset20 as op
+
+    count = op.Shape(values, start=dim, end=(dim + 1) or None)
+    return op.TopK(values, count, axis=dim, largest=int(descending), sorted=1)
+
+
+def open_onnx(path: str | os.PathLike, threads: int | None = None) -> Call:
+    """What an ONNX file computes, in onnxruntime, on as many threads as torch uses."""
+    _needs("onnxruntime")
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
+    # A masked key's share of attention is a number too small for the CPU's fast path, unless it may be 0.
+    options.add_session_config_entry("session.set_denormal_as_zero", "1")
+    with _flushing():
+        session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+
+    def call(images: Tensor) -> Any:
+        with _flushing():
+            return tuple(torch.from_numpy(value) for value in session.run(None, {"images": images.numpy()}))
+
+    return call
+
+
+@contextmanager
+def _flushing() -> Iterator[None]:
+    """Numbers too small are 0 within, and after it as before: opening a session leaves the caller's thread so."""
+    before = bool(torch.full((), 1e-39) * 0.5 == 0)
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
+
+
+def _check_tools(to: str) -> None:
+    """Said before anything is recorded, which takes a while."""
+    if to == "onnx":
+        _needs("onnx", "onnxscript", "onnxruntime")
+    if to == "aoti" and not (shutil.which("g++") or shutil.which("clang++") or "CXX" in os.environ):
+        raise DwindleError("AOTInductor needs a C++ compiler, and there is none here; install g++, or export to onnx.")
+
+
+def _needs(*packages: str) -> None:
+    from importlib.util import find_spec
+
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise DwindleError(f"ONNX needs the package {missing[0]}, which is not installed: pip install 'dwindle[onnx]'.")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporters' notes are for their own developers."""
+    loud = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    before = [logger.level for logger in loud]
+    for logger in loud:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loud, before):
+            logger.setLevel(level)

@@ -1,0 +1,134 @@
+"""`model.prepare()`: a model for weights that stay, in the form in which this machine computes it fastest.
+
+What is fast needs weights laid out anew: packed for a CPU's library, folded into kernels and recorded as a graph on a
+GPU. Whether the weights behind such copies were written to cannot be found out for certain, so nobody tries: a
+`Prepared` holds a copy of the model which nothing else reaches, as an exported file would.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.backbone import replaced
+from ..errors import DwindleError
+from ..ops.linear import Packs
+from .cpu import Lean, takes, watched_everywhere
+from .cuda.graph import Engine
+
+if TYPE_CHECKING:
+    from ..core.model import AdaptiveViT, Output
+    from ..methods import Method
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Prepared:
+    """A copy of a model that answers and is not trained. What happens to the model it was made of does not reach it."""
+
+    training = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = frozen(model)
+        self._packs = Packs()
+        self._place = next(self._model.parameters()).device
+
+    def eval(self) -> Prepared:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"A prepared model has no '{name}': its weights are fixed, and it only answers; ask the model it was made "
+            "of, and prepare that again when its weights have changed."
+        )
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self._model,)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self._model).__name__} on {self._place})"
+
+    def _check_place(self, images: Tensor) -> None:
+        if images.device != self._place:
+            raise DwindleError(
+                f"The images are on {images.device}, this model was prepared on {self._place}; move the images there, "
+                "or the model before it is prepared."
+            )
+
+
+class PreparedViT(Prepared):
+    """Of an `AdaptiveViT`: packed, on a CPU over weights packed once, on a GPU as CUDA graphs."""
+
+    def __init__(self, model: AdaptiveViT) -> None:
+        super().__init__(model)
+        copied: AdaptiveViT = self._model
+        self._apart = {block: copied.backbone.parts(block) for block in copied.backbone.blocks}
+        self._engine = Engine(copied) if self._place.type == "cuda" else None
+
+    @property
+    def method(self) -> Method:
+        """The copy's: its dial and threshold may be turned."""
+        return self._model.method
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> Output:
+        """As the model's own forward in eval."""
+        model: AdaptiveViT = self._model
+        model.check_images(images)
+        self._check_place(images)
+        if depths is None:
+            model.method.tell_unready()
+        if self._engine is not None and not watched_everywhere():
+            return self._engine(images, depths, dial)
+        if not takes(images):
+            return model(images, "packed", depths, dial)
+        out = model.run(images, partial(Lean.begin, apart=self._apart, packs=self._packs), depths, dial)
+        model.check_logits(out.logits, images)
+        return out
+
+    def inputs(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> list[Tensor | None]:
+        """Where a batch like this one is read; on a CPU where it lies. See `Engine.inputs`."""
+        return [images, depths, dial] if self._engine is None else self._engine.inputs(images, depths, dial)
+
+    def path(self, images: Tensor) -> str:
+        """What runs a batch like this one: 'graph' or 'packed' on a GPU, 'lean' on a CPU."""
+        return "lean" if self._engine is None else self._engine.path(images)
+
+
+def quickest(model: Any) -> Callable[..., Output]:
+    """The model prepared; itself where no copy can be made of it."""
+    try:
+        return model.prepare()
+    except DwindleError:
+        return model
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    """A copy in eval mode, without gradients. Hooks are called as before; dropout that somebody left on stays on."""
+    shared: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        if replaced(module):
+            raise DwindleError(
+                f"{name or type(model).__name__} has a forward of its own, which in a copy would go on running the "
+                "original; call the model itself instead of preparing it."
+            )
+        for hooks in HOOKS:
+            if held := getattr(module, hooks, None):
+                shared[id(held)] = held.copy()  # what they call is not to be copied with them
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            made = copy.deepcopy(model, shared)
+    except Exception as error:  # sharded weights, a weight that is computed, a lock: whoever owns it says no
+        raise DwindleError(
+            f"{type(model).__name__} holds something of which no copy can be made ({error}); call the model itself "
+            "instead of preparing it."
+        ) from error
+    made = made.eval() if made.training else made
+    return made.requires_grad_(False)

@@ -1,0 +1,127 @@
+"""What a teacher says of a batch. Runs that see the same batches ask it once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..core.model import AdaptiveViT, Output
+from ..core.tokens import Where
+from ..core.trace import Trace
+from ..methods import Method
+from ..ops.half import autocast
+from ..ops.patches import cut_by_matmul
+from .recipe import Recipe
+from .record import Recorded, record
+
+KEPT = 6 << 30  # bytes
+SMALL = ("logits", "attention")  # what is kept: features would fill the room within an epoch
+
+
+class Room:
+    """For answers, of all teachers who share it."""
+
+    def __init__(self, size: int = KEPT) -> None:
+        self.left = size
+
+    def take(self, value: Tensor) -> bool:
+        """Whether there is room for it: here, and on a GPU where others need the last quarter."""
+        free, total = torch.cuda.mem_get_info(value.device) if value.is_cuda else (1, 1)
+        fits = value.nbytes <= self.left and 4 * free > total
+        self.left -= value.nbytes if fits else 0
+        return fits
+
+
+class Answers:
+    """A teacher's, by step: of runs with the same teacher, data, seed and augmentation, the first leaves them to the
+    others. What there is no room for is asked again."""
+
+    def __init__(self, room: Room | None = None) -> None:
+        self.said: dict[int, dict[str, Tensor]] = {}
+        self.room = room or Room()
+
+    def get(self, step: int, names: tuple[str, ...]) -> dict[str, Tensor] | None:
+        held = self.said.get(step, {})
+        return {name: held[name] for name in names} if held.keys() >= set(names) else None
+
+    def keep(self, step: int, said: dict[str, Tensor]) -> None:
+        held = self.said.setdefault(step, {})
+        for name in SMALL:
+            if name in said and name not in held and self.room.take(said[name]):
+                held[name] = said[name]
+
+
+def kept_answers(recipe: Recipe, given: Answers | None) -> Answers | None:
+    """Those given; or, where batches come again, a run's own."""
+    return given or (Answers() if recipe.views else None)
+
+
+class Teacher:
+    """`teacher(x, step)`: its answers to a batch, and what else the method's losses read, by name."""
+
+    def __init__(
+        self,
+        model: AdaptiveViT,
+        method: Method,
+        recipe: Recipe,
+        device: torch.device,
+        answers: Answers | None = None,
+        classes: Tensor | None = None,
+    ) -> None:
+        """classes: the numbers that it knows the data's classes by, where they are others."""
+        self.model, self.device, self.answers, self.classes = model, device, answers, classes
+        self.halves, self.parts = recipe.halves(device), recipe.accumulate
+        asked = {"attention": method.asks_attention, "features": method.asks_features}
+        self.names = ("logits", *(name for name, wanted in asked.items() if wanted))
+        self.asked = 0  # batches of the epoch it was really asked about
+        self.compiled = False
+        self.recorded: Recorded | None = None
+
+    def __call__(self, x: Tensor, step: int, recording: bool = False) -> dict[str, Tensor]:
+        held = self.answers.get(step, self.names) if self.answers else None
+        if held is not None:
+            return held
+        self.asked += 1
+        if recording and self.recorded is None:
+            self.recorded = record(self._ask, self.model, x, what="its teacher")
+        said = self._ask(x) if self.recorded is None else self.recorded(x)
+        if self.answers:
+            self.answers.keep(step, said)
+        return said
+
+    def _ask(self, x: Tensor) -> dict[str, Tensor]:
+        """In as many micro-batches as the student learns in."""
+        parts = [self._ask_part(part) for part in x.chunk(self.parts)]
+        return parts[0] if len(parts) == 1 else {n: torch.cat([part[n] for part in parts]) for n in self.names}
+
+    @torch.no_grad()
+    def _ask_part(self, x: Tensor) -> dict[str, Tensor]:
+        with autocast(self.device, self.halves), fast(self.model, self.compiled):
+            out = self.model(x, layout="masked")
+        said = {"logits": out.logits if self.classes is None else out.logits[:, self.classes]}
+        if "attention" in self.names:
+            said["attention"] = out.trace.stack("attention").mean(0)
+        if "features" in self.names:
+            said["features"] = out.features
+        return said
+
+    def output(self, said: dict[str, Tensor], x: Tensor) -> Output:
+        """As losses take it: attention, the mean over blocks, stands at each of them."""
+        shape = self.model.backbone.shape
+        size = (x.shape[-2], x.shape[-1])
+        trace = Trace((len(x), shape.tokens(size)), shape.prefix, shape.grid(size), shape.blocks)
+        everyone = Where(trace.shape, live_BN=torch.ones(trace.shape, dtype=torch.bool, device=x.device))
+        trace.lives = [everyone] * shape.blocks
+        trace.values = [{"attention": said["attention"]} if "attention" in said else {}] * shape.blocks
+        return Output(said["logits"], trace, said.get("features", said["logits"].new_empty(0)))
+
+
+@contextlib.contextmanager
+def fast(model: AdaptiveViT, compiled: bool) -> Iterator[None]:
+    """Within, a model's blocks run compiled, its patches are cut by one matrix product."""
+    cut = cut_by_matmul(model.vit) if compiled else contextlib.nullcontext()
+    with cut, model.backbone.compiling(compiled):
+        yield
