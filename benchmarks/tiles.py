@@ -82,8 +82,8 @@ def linear_call(
     theirs = partial(torch.addmm, bias.to(dtype), h[: len(rows.live())], weight.T)
     if act is not None:
         layer = ops.Affine.of(weight, bias, nn.LayerNorm(inner, device="cuda"))
-        tap = torch.empty(images * tokens, device="cuda") if name == "rise" else None
-        return partial(ops.normed_linear, h, rows, layer, act, tap, 0), theirs
+        probe = torch.empty(images * tokens, device="cuda") if name == "rise" else None
+        return partial(ops.normed_linear, h, rows, layer, act, probe, 0), theirs
     x = torch.zeros(images * tokens, out, device="cuda", dtype=dtype)
     return partial(ops.add_linear, x, rows, h, ops.Affine.of(weight, bias), torch.ones_like(bias)), theirs
 

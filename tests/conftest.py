@@ -92,9 +92,9 @@ BACKBONES: dict[str, Callable[[], nn.Module]] = {
 # Each method so that it halts some tokens at every depth of a random network, and so that it halts none.
 METHODS: dict[str, Callable[[], Method]] = {
     "AHT": lambda: dwindle.AHT(stages=(1, 2), gamma=2.0, follow=0.7, budget=0.6),
-    "AHT_rest": lambda: dwindle.AHT(stages=(1, 2), gamma=2.0, follow=0.7, budget=0.6, heirs="rest"),
-    "AHT_heirs": lambda: dwindle.AHT(stages=(1, 2), gamma=2.0, follow=0.7, budget=0.6, heirs="nearest"),
-    "AHT_late": lambda: dwindle.AHT(stages=(2, 3), gamma=2.0, follow=0.7, budget=0.6, heirs="nearest"),
+    "AHT_rest": lambda: dwindle.AHT(stages=(1, 2), gamma=2.0, follow=0.7, budget=0.6, merge="rest"),
+    "AHT_merge": lambda: dwindle.AHT(stages=(1, 2), gamma=2.0, follow=0.7, budget=0.6, merge="nearest"),
+    "AHT_late": lambda: dwindle.AHT(stages=(2, 3), gamma=2.0, follow=0.7, budget=0.6, merge="nearest"),
     "AHT_printed": lambda: dwindle.AHT.as_printed(stages=(1, 3), gamma=2.0, beta=-1.0),
     "AHT_class": lambda: dwindle.AHT.as_printed(stages=(2,), gamma=2.0, beta=-0.5, halt_class=True),
     "AViT": lambda: dwindle.AViT(gamma=1.5, beta=-1.0, target_depth=2),
@@ -152,7 +152,7 @@ def part(model: dwindle.AdaptiveViT) -> None:
     """Set the threshold so that images stop at as many depths as can be, as far as can be from any tie."""
     method = model.method
     sign = -1 if isinstance(method, Similarity) else 1  # stops below the threshold, the others at or above it
-    method.threshold = method.dial[2]
+    method.threshold = method.operating_point[2]
     with torch.no_grad():
         out = model(images_for(model, dtype=next(model.parameters()).dtype), layout="masked")
     score = sign * out.trace.stack("score", sign * -torch.inf)[:-1, :, 0]  # (L - 1, B)

@@ -62,7 +62,7 @@ def test_the_comparison_for_a_cpu(tmp_path):
 
 
 def test_a_comparison_mends_nothing(places):
-    done = run(LINE + " --set renew={{2:1}}", **places)
+    done = run(LINE + " --set reinit_from={{2:1}}", **places)
     assert done.code == 2 and "a comparison trains" in done.err
 
 

@@ -191,24 +191,24 @@ def test_a_learned_choice_in_the_table_is_what_runs(seen):
         assert row["gmacs"] == pytest.approx(cost, abs=1e-4) and row["policy"].startswith("RL (settings, lambda = 0.1")
 
 
-@pytest.mark.parametrize("looks", [None, [2], [1, 3], [3, 1, 3], [4], [1, 2, 3, 4]])
-def test_early_exit_after_some_blocks(seen, looks):
+@pytest.mark.parametrize("exit_depths", [None, [2], [1, 3], [3, 1, 3], [4], [1, 2, 3, 4]])
+def test_early_exit_after_some_blocks(seen, exit_depths):
     """The table and the network agree on answers, depths, read-outs and cost; none leaves elsewhere."""
     model, x, y, _, found = seen
     threshold, picked = float(found.confidence[-1, :-1].median()), torch.arange(48) % 3
     most = torch.tensor([4, 3, 4, 2])[torch.arange(48) % 4]
     tokens = torch.tensor(model.tokens)[picked]
     for limit in (None, most):
-        out = model(x, tokens, limit, exit=threshold, exits=looks)
-        correct, macs = rules.early_exit(model, found, threshold, picked, limit, looks)
+        out = model(x, tokens, limit, exit=threshold, exits=exit_depths)
+        correct, macs = rules.early_exit(model, found, threshold, picked, limit, exit_depths)
         assert torch.equal(correct, out.logits.argmax(-1) == y)
         torch.testing.assert_close(macs, model.macs(out.trace))
         depths = out.trace.depth.amax(-1)
-        assert torch.equal(depths, rules.exits(found, threshold, picked, limit, looks))
+        assert torch.equal(depths, rules.exits(found, threshold, picked, limit, exit_depths))
         early = depths < (4 if limit is None else limit)
-        assert set(depths[early].tolist()) <= set(looks or (1, 2, 3)) and (early.any() or looks == [4])
+        assert set(depths[early].tolist()) <= set(exit_depths or (1, 2, 3)) and (early.any() or exit_depths == [4])
         looked = out.trace.stack("read").amax(-1).sum(0)  # (B,)
-        expected = [1 + len({at for at in looks or (1, 2, 3, 4) if at < depth}) for depth in depths.tolist()]
+        expected = [1 + len({at for at in exit_depths or (1, 2, 3, 4) if at < depth}) for depth in depths.tolist()]
         assert looked.tolist() == expected
 
 
@@ -308,7 +308,7 @@ def test_grid_tells_what_mends_a_read_out(places, monkeypatch):
     dwindle.save(own, places["root"] / "own")
     for name, told in (("own", True), ("ada", False)):
         done = run(f"grid {{root}}/{name} --data {{data}} --out {{root}}/lag --seconds 0.1 --device cpu", **places)
-        said = f'--set weights={places["root"]}/{name} --set freeze_backbone=true --set "renew={{2: 1, 4: 3}}"'
+        said = f'--set weights={places["root"]}/{name} --set freeze_backbone=true --set "reinit_from={{2: 1, 4: 3}}"'
         assert done.json["lagging"] == [2, 4] and (said in done.err) == told
 
 

@@ -77,10 +77,10 @@ def test_leaving_is_the_run(place, readouts):
                     same(ours, theirs)
                     assert torch.equal(model.macs(ours.trace), model.macs(theirs.trace))
                 seen |= set(theirs.trace.depth.amax(-1).tolist())
-    for looks in ([2], [3, 1], [1, 2, 3, 4], [4]):
+    for exit_depths in ([2], [3, 1], [1, 2, 3, 4], [4]):
         for depth in (4, 2):
             for _ in range(2):
-                ours, theirs = (ask(x, 16, depth, 32, sure[3], looks) for ask in (recorder, model.run))
+                ours, theirs = (ask(x, 16, depth, 32, sure[3], exit_depths) for ask in (recorder, model.run))
                 same(ours, theirs)
                 assert torch.equal(model.macs(ours.trace), model.macs(theirs.trace))
     assert seen == {1, 2, 3, 4}

@@ -267,7 +267,7 @@ def test_a_read_out_is_renewed(data, teacher, tmp_path):
     kind = ("epochs=1", "method.readouts=own", "stages=(0,0,1)")
     list(run(data, tmp_path / "first", *kind).epochs())
     given = (*kind, f"weights={tmp_path / 'first'}", "freeze_backbone=true")
-    work = run(data, tmp_path / "second", *given, "renew={3: 2, 2: 3}")
+    work = run(data, tmp_path / "second", *given, "reinit_from={3: 2, 2: 3}")
     old, new = dwindle.load(tmp_path / "first").readouts, work.model.readouts
     for depth, source in ((1, 1), (2, 3), (3, 2), (4, 4)):
         for one, other in zip(new[depth - 1].parameters(), old[source - 1].parameters()):
@@ -277,22 +277,22 @@ def test_a_read_out_is_renewed(data, teacher, tmp_path):
     moved = {name for name, value in work.model.state_dict().items() if not torch.equal(value, before[name])}
     assert {name.split(".head")[0].split(".write")[0] for name in moved} >= {"readouts.1", "readouts.2"}
     assert all(name.startswith(("readouts.1.", "readouts.2.")) for name in moved)
-    assert run(data, tmp_path / "second", *given, "renew={3: 2, 2: 3}", resume=True).epoch == 1
+    assert run(data, tmp_path / "second", *given, "reinit_from={3: 2, 2: 3}", resume=True).epoch == 1
     with pytest.raises(dwindle.DwindleError, match="read-outs for depths 1 to 4"):
-        run(data, tmp_path / "third", *given, "renew={5: 4}")
+        run(data, tmp_path / "third", *given, "reinit_from={5: 4}")
     for change, said in (
         ("freeze_backbone=false", "needs weights=RUN freeze_backbone=true"),
         ("weights=none", "needs weights=RUN freeze_backbone=true"),
         ("method.readouts=shared", "needs method.readouts=own"),
         ("stages=(1,1,1)", r"needs stages=\(0,0,1\)"),
-        ("renew={}", "name depths by whole numbers"),
-        ("renew={'3': 2}", "name depths by whole numbers"),
+        ("reinit_from={}", "name depths by whole numbers"),
+        ("reinit_from={'3': 2}", "name depths by whole numbers"),
         ("depth_weight=0", "needs depth_weight above 0"),
-        ("method.classes=4", "no read-outs that renew could keep"),
-        (f"weights={teacher}", "no read-outs that renew could keep"),
+        ("method.classes=4", "no read-outs that reinit_from could keep"),
+        (f"weights={teacher}", "no read-outs that reinit_from could keep"),
     ):
         with pytest.raises(dwindle.DwindleError, match=said):
-            run(data, tmp_path / "third", *given, "renew={3: 2}", change)
+            run(data, tmp_path / "third", *given, "reinit_from={3: 2}", change)
 
 
 @pytest.mark.parametrize(

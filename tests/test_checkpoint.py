@@ -284,7 +284,7 @@ def test_a_card_says_what_the_config_knows(tmp_path):
 def test_config_and_weights_of_two_models_are_not_taken_for_one(tmp_path, monkeypatch):
     """As a kill leaves them between the two, when one model is saved over another."""
     vit = BACKBONES["vit"]()
-    dwindle.save(dwindle.adapt(copy.deepcopy(vit), dwindle.AHT(stages=(1,), heirs="none")), tmp_path / "one")
+    dwindle.save(dwindle.adapt(copy.deepcopy(vit), dwindle.AHT(stages=(1,), merge="none")), tmp_path / "one")
     replace = os.replace
 
     def killed(source, target):
@@ -294,18 +294,18 @@ def test_config_and_weights_of_two_models_are_not_taken_for_one(tmp_path, monkey
 
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        dwindle.save(dwindle.adapt(copy.deepcopy(vit), dwindle.AHT(stages=(1,), heirs="nearest")), tmp_path / "one")
+        dwindle.save(dwindle.adapt(copy.deepcopy(vit), dwindle.AHT(stages=(1,), merge="nearest")), tmp_path / "one")
     monkeypatch.undo()
     with pytest.raises(dwindle.DwindleError, match="two different models"):
         dwindle.load(tmp_path / "one", vit=vit)
-    dwindle.save(dwindle.adapt(copy.deepcopy(vit), dwindle.AHT(stages=(1,), heirs="nearest")), tmp_path / "one")
-    assert dwindle.load(tmp_path / "one", vit=vit).method.heirs == "nearest"
+    dwindle.save(dwindle.adapt(copy.deepcopy(vit), dwindle.AHT(stages=(1,), merge="nearest")), tmp_path / "one")
+    assert dwindle.load(tmp_path / "one", vit=vit).method.merge == "nearest"
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_calibration_set_is_kept(method, tmp_path):
     model = build("vit", METHODS[method]())
-    if model.method.dial is None:
+    if model.method.operating_point is None:
         pytest.skip("nothing to turn")
     images = images_for(model)
     dwindle.calibrate(model, images, 0.85)

@@ -59,7 +59,7 @@ def test_what_was_executed(backbone, method):
     # torch does not count gamma * f, which is no matrix product; a tiny model shows it, a real one does not.
     scalar = float(out.trace.counts.sum()) if method.startswith(("AHT", "AViT")) else 0.0
     ours, theirs = float(model.macs(out.trace).sum()) - scalar, counted(lambda: model(images))
-    if getattr(model.method, "heirs", "none") == "nearest":
+    if getattr(model.method, "merge", "none") == "nearest":
         # Counted as if every token were compared with every other; a pack compares those who leave with those who stay.
         pairs = sum((out.trace.counts[d] ** 2).sum() for d in range(4) if model.method._may_halt(d + 1))
         ours -= max(0.0, min(ours - theirs, float(pairs) * model.backbone.shape.head_size))

@@ -10,7 +10,7 @@ import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
 from dwindle.runtime.cuda import graph
 from dwindle.runtime.cuda.graph import Engine, prepared, room
-from dwindle.runtime.cuda.live import Live
+from dwindle.runtime.cuda.listed import Listed
 from dwindle.runtime.cuda.recording import Recording, everyone
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -22,14 +22,14 @@ def same(ours, theirs, tolerance):
     torch.testing.assert_close(ours.features, theirs.features, atol=tolerance, rtol=tolerance)
     for block, values in enumerate(theirs.trace.values):
         for name in values:
-            mine = ours.trace.lives[block].sheet(ours.trace.values[block][name].float())
-            its = theirs.trace.lives[block].sheet(values[name].float())
+            mine = ours.trace.lives[block].dense_rows(ours.trace.values[block][name].float())
+            its = theirs.trace.lives[block].dense_rows(values[name].float())
             torch.testing.assert_close(mine, its, atol=20 * tolerance, rtol=tolerance)
 
 
 def live(model):
     ready = prepared(model)
-    return lambda x, prefix: Live.begin(x, prefix, ready, *everyone(*x.shape[:2], x.device))
+    return lambda x, prefix: Listed.begin(x, prefix, ready, *everyone(*x.shape[:2], x.device))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -72,7 +72,7 @@ def test_the_engine_is_the_packed_path(backbone, method):
 
 @cuda
 @torch.no_grad()
-def test_the_engine_follows_its_dials():
+def test_the_engine_follows_its_operating_point():
     model = build("vit", METHODS["AHT"]()).eval().cuda()
     images, fast = images_for(model, 3).cuda(), model.prepare()
     for method in (model.method, fast.method):
@@ -115,19 +115,23 @@ def test_a_recalled_output_is_an_output(place):
     assert torch.equal(recalled.logits, made(images).logits) and not hasattr(made(images), "nothing")
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name]().dial_per_image])
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name]().per_image_point])
 @torch.no_grad()
 def test_a_dial_for_each_image_in_the_engine(place, method):
     model = build("vit", METHODS[method]()).eval().to(place)
     images = images_for(model, 4).to(place)
-    _, cheap, dear = model.method.dial
-    dial = torch.tensor([cheap, dear, (cheap + dear) / 2, dear], device=place)
+    _, cheap, dear = model.method.operating_point
+    operating_point = torch.tensor([cheap, dear, (cheap + dear) / 2, dear], device=place)
     engine = Engine(model)
-    same(engine(images, None, dial), model(images, layout="packed", dial=dial), 2e-4)
-    same(engine(images, None, dial.flip(0)), model(images, layout="packed", dial=dial.flip(0)), 2e-4)
+    same(engine(images, None, operating_point), model(images, layout="packed", operating_point=operating_point), 2e-4)
+    same(
+        engine(images, None, operating_point.flip(0)),
+        model(images, layout="packed", operating_point=operating_point.flip(0)),
+        2e-4,
+    )
     same(engine(images), model(images, layout="packed"), 2e-4)
     with pytest.raises(dwindle.DwindleError, match="one number per image"):
-        engine(images, None, dial[:1])
+        engine(images, None, operating_point[:1])
 
 
 @torch.no_grad()
@@ -173,8 +177,8 @@ def test_a_recording_is_taken_however_slow(place, monkeypatch):
 def test_images_may_lie_where_the_recording_reads_them(place, monkeypatch):
     model = build("vit", METHODS["AHT"]()).eval().to(place)
     images, engine = images_for(model, 4).to(place), Engine(model)
-    there, depths, dial = engine.inputs(images)
-    assert torch.equal(there, images) and (depths, dial) == (None, None)
+    there, depths, operating_point = engine.inputs(images)
+    assert torch.equal(there, images) and (depths, operating_point) == (None, None)
     there.copy_(images.flip(0))
     copied = []
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *given: copied.append(given))

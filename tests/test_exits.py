@@ -207,7 +207,7 @@ def test_cost_rises_along_the_dial_and_calibration_finds_a_budget():
     for name, make in (("ACT", lambda: ACT(bias=-1.0)), *EXITS.items()):
         model = build("vit", make())
         images = images_for(model, 16)
-        attribute, cheap, dear = model.method.dial
+        attribute, cheap, dear = model.method.operating_point
         costs = []
         for t in range(17):
             setattr(model.method, attribute, cheap + (dear - cheap) * t / 16)

@@ -21,7 +21,7 @@ from dwindle.runtime.export import (
     worthwhile_moves,
 )
 from dwindle.runtime.export import _write_onnx as write_onnx
-from dwindle.runtime.flow import Flow
+from dwindle.runtime.padded import Padded
 
 
 def needs_onnx():
@@ -34,7 +34,7 @@ def test_the_recorded_layout_decides_as_the_packed_one(method):
     model = build("vit", METHODS[method]())
     images = images_for(model)
     with torch.no_grad():
-        wanted, flow = model(images, layout="packed"), model.run(images, Flow.start)
+        wanted, flow = model(images, layout="packed"), model.run(images, Padded.start)
     assert torch.equal(wanted.trace.depth, flow.trace.depth)
     torch.testing.assert_close(flow.logits, wanted.logits, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(flow.features, wanted.features, atol=1e-5, rtol=1e-4)
@@ -44,16 +44,16 @@ def test_the_recorded_layout_decides_as_the_packed_one(method):
 @pytest.mark.parametrize("backbone", ["distilled", "average", "registers", "hf_vit"])
 def test_every_kind_of_backbone(backbone):
     assert backbone in BACKBONES
-    model = build(backbone, METHODS["AHT_heirs"]())
+    model = build(backbone, METHODS["AHT_merge"]())
     images = images_for(model)
     with torch.no_grad():
-        wanted, flow = model(images, layout="packed"), model.run(images, Flow.start)
+        wanted, flow = model(images, layout="packed"), model.run(images, Padded.start)
     assert torch.equal(wanted.trace.depth, flow.trace.depth)
     torch.testing.assert_close(flow.logits, wanted.logits, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("moves", [(), (2,), (1, 3)])
-@pytest.mark.parametrize("method", ["AHT_heirs", "AHT_rest", "AHT_class", "AViT", "TopK_fused", "ToMe"])
+@pytest.mark.parametrize("method", ["AHT_merge", "AHT_rest", "AHT_class", "AViT", "TopK_fused", "ToMe"])
 @pytest.mark.parametrize("backbone", ["distilled", "average"])
 def test_when_rows_are_moved_changes_nothing(backbone, method, moves):
     model = build(backbone, METHODS[method]())
@@ -66,7 +66,7 @@ def test_when_rows_are_moved_changes_nothing(backbone, method, moves):
 
 
 def test_rows_are_moved_where_it_pays(monkeypatch):
-    model = build("vit", METHODS["AHT_heirs"]())
+    model = build("vit", METHODS["AHT_merge"]())
     assert worthwhile_moves(model, images_for(model)) == ()
     monkeypatch.setattr("dwindle.runtime.export.MOVE", 0)
     counts = model(images_for(model)).trace.counts.float().mean(1)
@@ -161,7 +161,7 @@ def test_who_halts_before_there_are_heirs_is_gone(moves):
     """Free plans may stop a token before the first stage: nobody inherits from it, then or later."""
     for threshold in (0.55, 0.9):
         free = dwindle.AHT(
-            stages=(2, 3), budget=None, heirs="nearest", follow=0.0, gamma=1.0, beta=0.0, threshold=threshold
+            stages=(2, 3), budget=None, merge="nearest", follow=0.0, gamma=1.0, beta=0.0, threshold=threshold
         )
         model = build("vit", free)
         images = images_for(model, 6)
@@ -171,7 +171,7 @@ def test_who_halts_before_there_are_heirs_is_gone(moves):
 
 
 def test_a_program_on_disk(tmp_path):
-    model = build("vit", METHODS["AHT_heirs"]())
+    model = build("vit", METHODS["AHT_merge"]())
     told = export(model, "torch-export", tmp_path / "deep" / "model.pt2", seconds=0.01)
     threads = sorted({1, torch.get_num_threads()})
     assert told["decisions"] == 1.0
@@ -181,7 +181,7 @@ def test_a_program_on_disk(tmp_path):
 
 
 @pytest.mark.skipif("DWINDLE_SLOW" not in os.environ, reason="compiling takes minutes; set DWINDLE_SLOW=1")
-@pytest.mark.parametrize("method", ["AHT_heirs", "TopK_fused", "ToMe", "DynamicViT"])
+@pytest.mark.parametrize("method", ["AHT_merge", "TopK_fused", "ToMe", "DynamicViT"])
 def test_compiled(method, tmp_path, monkeypatch):
     monkeypatch.setattr("dwindle.runtime.export.MOVE", 0)
     model = build("vit", METHODS[method]())
@@ -196,7 +196,7 @@ def test_onnx(tmp_path, monkeypatch):
     import onnx
 
     monkeypatch.setattr("dwindle.runtime.export.MOVE", 0)  # a tiny model's rows are not worth moving
-    model = build("vit", METHODS["AHT_heirs"]())
+    model = build("vit", METHODS["AHT_merge"]())
     told = export(model, "onnx", tmp_path / "model.onnx")
     assert told["decisions"] == 1.0 and told["difference"] < 1e-4
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
@@ -241,16 +241,16 @@ def test_bad_requests(tmp_path):
         export(model, "onnx", tmp_path / "model.pt2")
 
 
-def test_each_image_its_own_dial():
+def test_each_image_its_own_operating_point():
     """A batch of images with different settings: each is treated as if alone."""
     for name in ("AHT", "AHT_printed", "AViT", "ACT", "PonderNet", "Confidence", "Similarity"):
         model = build("vit", METHODS[name]())
-        images, (dial, cheap, dear) = images_for(model, 4), model.method.dial
-        own, images[2] = float(getattr(model.method, dial)), images[1]
+        images, (operating_point, cheap, dear) = images_for(model, 4), model.method.operating_point
+        own, images[2] = float(getattr(model.method, operating_point)), images[1]
         given = torch.tensor([own, cheap, dear, own * 0.9])
         with torch.no_grad():
-            together = [model(images, layout=layout, dial=given) for layout in ("packed", "masked")]
-            alone = [model(image[None], dial=value[None]) for image, value in zip(images, given)]
+            together = [model(images, layout=layout, operating_point=given) for layout in ("packed", "masked")]
+            alone = [model(image[None], operating_point=value[None]) for image, value in zip(images, given)]
             plain = model(images)
         depth = torch.cat([one.trace.depth for one in alone])
         assert all(torch.equal(depth, out.trace.depth) for out in together)
@@ -258,10 +258,10 @@ def test_each_image_its_own_dial():
         logits = torch.cat([one.logits for one in alone])
         torch.testing.assert_close(together[0].logits, logits, atol=1e-5, rtol=1e-4)
     with pytest.raises(dwindle.DwindleError, match="whole batch"):
-        build("vit", METHODS["ToMe"]())(images, dial=given)
+        build("vit", METHODS["ToMe"]())(images, operating_point=given)
 
 
-@pytest.mark.parametrize("method", ["AHT_heirs", "AViT"])
+@pytest.mark.parametrize("method", ["AHT_merge", "AViT"])
 def test_masked_compiles_without_graph_breaks(method):
     model = build("vit", METHODS[method]())
     model.checks = False

@@ -77,7 +77,7 @@ def test_first_law(backbone, method):
 @pytest.mark.parametrize("backbone", BACKBONES)
 @torch.no_grad()
 def test_a_checkpoint_keeps_it(backbone, tmp_path):
-    model = build(backbone, METHODS["AHT_heirs"]())
+    model = build(backbone, METHODS["AHT_merge"]())
     small = quantize(model)
     assert is_int8(small) and not is_int8(model)
     images = images_for(model, 2)

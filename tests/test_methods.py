@@ -429,17 +429,17 @@ def test_losses_when_nobody_is_left_at_the_first_stage():
 
 def test_heirs_take_the_mean_of_those_who_join_them(monkeypatch):
     """At a stage, every halted patch joins the most alike one that goes on; against a loop over one image."""
-    model = build("vit", dwindle.AHT(stages=(1,), budget=0.6, heirs="nearest"), torch.float64)
+    model = build("vit", dwindle.AHT(stages=(1,), budget=0.6, merge="nearest"), torch.float64)
     images = images_for(model, 2, torch.float64)
     seen = {}
-    before = Masked.bequeath
+    before = Masked.merge_nearest
 
     def spy(tokens, keep):
         first = {"x": tokens.x.clone(), "keys": tokens.keys.clone(), "keep": keep.clone()}
         before(tokens, keep)
-        seen.update(seen or first | {"after": tokens.x.clone(), "size": tokens.notes["standing_for"].clone()})
+        seen.update(seen or first | {"after": tokens.x.clone(), "size": tokens.notes["size"].clone()})
 
-    monkeypatch.setattr(Masked, "bequeath", spy)
+    monkeypatch.setattr(Masked, "merge_nearest", spy)
     with torch.no_grad():
         model(images, layout="masked")
     for b in range(2):
@@ -457,14 +457,14 @@ def test_heirs_take_the_mean_of_those_who_join_them(monkeypatch):
 
 
 def test_one_rest_token_stands_for_all_who_halted():
-    model = build("vit", dwindle.AHT(stages=(1, 2), gamma=2.0, follow=0.7, budget=0.6, heirs="rest"), torch.float64)
+    model = build("vit", dwindle.AHT(stages=(1, 2), gamma=2.0, follow=0.7, budget=0.6, merge="rest"), torch.float64)
     images = images_for(model, 3, torch.float64)
     sizes, states = [], []
     step = model.method.step
 
     def spy(depth, tokens):
         verdict = step(depth, tokens)
-        sizes.append((tokens.notes["standing_for"] * tokens.notes["rest"]).clone())
+        sizes.append((tokens.notes["size"] * tokens.notes["rest"]).clone())
         states.append((tokens.live & verdict.keep).clone())
         return verdict
 
@@ -480,7 +480,7 @@ def test_one_rest_token_stands_for_all_who_halted():
 
 def test_heirs_are_named():
     with pytest.raises(dwindle.DwindleError, match="did you mean 'nearest'"):
-        dwindle.AHT(heirs="neares")
+        dwindle.AHT(merge="neares")
 
 
 def test_a_gate_carries_the_gradient_of_coming_this_far():

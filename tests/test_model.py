@@ -164,11 +164,11 @@ def test_a_wrapped_model_is_not_wrapped_again():
 @pytest.mark.parametrize(
     "backbone, method, layout",
     [
-        ("vit", "AHT_heirs", "masked"),
+        ("vit", "AHT_merge", "masked"),
         ("layerscale", "ToMe", "packed"),
         ("vit", "TopK_fused", "packed"),
         ("vit", "DynamicViT", "masked"),
-        ("hf_vit", "AHT_heirs", "masked"),
+        ("hf_vit", "AHT_merge", "masked"),
         ("hf_dinov2", "ToMe", "packed"),
     ],
 )
@@ -226,7 +226,7 @@ def test_a_model_goes_to_another_process():
     other.join()
 
 
-@pytest.mark.parametrize("method", ["AHT_heirs", "AViT"])
+@pytest.mark.parametrize("method", ["AHT_merge", "AViT"])
 def test_training_compiled_is_training(method):
     model = build("vit", METHODS[method]()).train()
     images, labels, twin = images_for(model), torch.arange(5), copy.deepcopy(model)
@@ -286,8 +286,8 @@ def test_numbers_that_cannot_be_computed_with():
     model = build("vit", METHODS["AHT"]())
     with pytest.raises(dwindle.DwindleError, match=r"values up to 3e\+38.*normalise"):
         model(torch.full((1, 3, 32, 32), 3e38))
-    with pytest.raises(dwindle.DwindleError, match="dial holds NaN"):
-        model(images_for(model, 2), dial=torch.tensor([0.5, torch.nan]))
+    with pytest.raises(dwindle.DwindleError, match="operating_point holds NaN"):
+        model(images_for(model, 2), operating_point=torch.tensor([0.5, torch.nan]))
     with torch.no_grad():
         model.vit.blocks[1].mlp.fc1.weight[0, 0] = torch.nan
     with pytest.raises(dwindle.DwindleError, match=r"weight 'vit\.blocks\.1\.mlp\.fc1\.weight'"):

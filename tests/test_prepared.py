@@ -158,10 +158,10 @@ def test_training_goes_on_beside_a_prepared_copy():
 
 
 def test_a_budget_is_set_by_a_prepared_copy_and_kept_by_the_model(monkeypatch):
-    """Also by a method whose dial is one for the whole batch, and of a copy alone."""
+    """Also by a method whose operating point is one for the whole batch, and of a copy alone."""
     for name in ("AHT", "ToMe"):
         model = build("vit", METHODS[name]())
-        if model.method.dial is None:
+        if model.method.operating_point is None:
             continue
         images = images_for(model, 8)
         reached = calibrate(model, images, 0.7)

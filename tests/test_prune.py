@@ -61,13 +61,13 @@ def evit(model: dwindle.AdaptiveViT, image: Tensor) -> tuple[Tensor, list[int]]:
     for layer, block in enumerate(model.vit.blocks, 1):
         x = features[live]
         weights = attention(block, x)[1]
-        looks = weights[0] if prefix else weights.mean(0)
+        exit_depths = weights[0] if prefix else weights.mean(0)
         features[live] = block(x[None])[0]
         for token in live:
             depths[token] = layer
         if layer not in method.stages:
             continue
-        share = dict(zip(live, looks.tolist()))
+        share = dict(zip(live, exit_depths.tolist()))
         patches = [token for token in live if token >= prefix]
         order = sorted(patches, key=lambda token: -share[token])
         kept = math.ceil(round(float(method.keep) * len(patches), 4))

@@ -12,7 +12,7 @@ from PIL import Image
 
 import dwindle
 from conftest import METHODS, build
-from dwindle.evaluate.analysis import Stream, measure, measure_static, turn_dial
+from dwindle.evaluate.analysis import Stream, measure, measure_static, sweep
 from dwindle.evaluate.bench import some_photos
 from dwindle.evaluate.evaluate import evaluate
 from dwindle.io.datasets import open_data
@@ -199,7 +199,7 @@ def test_dial_runs_from_cheap_to_dear_and_is_put_back(data, method):
     model = build("vit", METHODS[method]())
     before = model.method.config, {name: value.clone() for name, value in model.state_dict().items()}
     rows = np.array([3, 0, 12, 19, 8, 5])
-    trained, *points = turn_dial(model, stream(data, batch=4), rows, model.method.dial)
+    trained, *points = sweep(model, stream(data, batch=4), rows, model.method.operating_point)
     assert model.method.config == before[0]
     assert all(torch.equal(value, before[1][name]) for name, value in model.state_dict().items())
     images = open_data(data, "test").select(rows)
@@ -241,7 +241,16 @@ def test_page_stands_by_itself(data, tmp_path):
     )
     html = (tmp_path / "out" / "index.html").read_text()
     assert json.loads(json.dumps(result))["page"] == str(tmp_path / "out" / "index.html")
-    names = ["depth_map", "exits", "scores", "easy_and_hard", "accuracy_by_cost", "training", "dial", "threshold"]
+    names = [
+        "depth_map",
+        "exits",
+        "scores",
+        "easy_and_hard",
+        "accuracy_by_cost",
+        "training",
+        "operating_point",
+        "threshold",
+    ]
     assert result["figures"] == [str(tmp_path / "out" / f"{name}.png") for name in names]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(["index.html", *(f"{n}.png" for n in names)])
     assert result["left_out"] == {}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dwindle.ops import heirs_rows, planner
+from dwindle.ops import merging_rows, planner
 from dwindle.ops import rows as ops
 from dwindle.ops.launch import linear_tile
 from with_triton import CUDA, DEVICE, in_the_interpreter, kernels
@@ -70,8 +70,8 @@ def test_normed_linear(dtype, act, normed, many):
         nn.init.normal_(norm.bias, 0.0, 0.1)
     linear = nn.Linear(width, out, device=DEVICE).to(dtype)
     layer = ops.Affine.of(linear.weight, linear.bias, norm)
-    tap = torch.zeros(images * tokens, device=DEVICE)
-    ours = ops.normed_linear(x, rows, layer, act, tap, 5)
+    probe = torch.zeros(images * tokens, device=DEVICE)
+    ours = ops.normed_linear(x, rows, layer, act, probe, 5)
     live = rows.live()
 
     def plain(kind: torch.dtype) -> torch.Tensor:
@@ -83,8 +83,8 @@ def test_normed_linear(dtype, act, normed, many):
     exact, rough = plain(torch.float64), plain(dtype)
     wanted = "gelu" if act == "gelu_rough" else act
     twice(ours[: len(live)], ops.activate(rough, wanted), ops.activate(exact, wanted))
-    twice(tap[live], rough[:, 5], exact[:, 5])
-    assert (tap[[i for i in range(len(tap)) if i not in set(live.tolist())]] == 0).all()
+    twice(probe[live], rough[:, 5], exact[:, 5])
+    assert (probe[[i for i in range(len(probe)) if i not in set(live.tolist())]] == 0).all()
 
 
 def test_the_rough_gelu_is_as_good_as_exact():
@@ -148,7 +148,7 @@ def test_attend_rows(dtype, size, extras):
 @several_dtypes
 @given(st.integers(1, 4), st.integers(1, 30), st.floats(0, 1), st.booleans(), st.booleans(), st.integers(0, 99))
 @settings(max_examples=12, deadline=None)
-def test_planner_and_supervisor(dtype, images, tokens, share, forcing, dialled, seed):
+def test_planner_and_supervisor(dtype, images, tokens, share, forcing, operating_value, seed):
     torch.manual_seed(seed)
     width, hidden, layer = 40, 12, 3
     live = random_live(images, tokens, share, seed).to(DEVICE)
@@ -160,16 +160,16 @@ def test_planner_and_supervisor(dtype, images, tokens, share, forcing, dialled, 
     weights = [torch.randn(size, device=DEVICE).to(dtype) for size in sizes]
     scalars = [torch.tensor(value, device=DEVICE) for value in (0.3, 2.0, -0.1)]
     threshold = 0.9
-    if dialled:
+    if operating_value:
         scalars[-1], threshold = torch.randn(2, images, device=DEVICE)
     made_with = planner.Plan(*weights, *scalars, 0.1, layer, 12)
     ours, theirs = planner.plan(x, rows, wanted, made_with), planner.plan_ref(x, rows, wanted, made_with)
     for mine, its in zip(ours, theirs):
         torch.testing.assert_close(mine[live], its[live], atol=1e-3, rtol=1e-3)
-    tap, before = torch.randn(images, tokens, device=DEVICE), torch.rand(images, tokens, device=DEVICE)
+    probe, before = torch.randn(images, tokens, device=DEVICE), torch.rand(images, tokens, device=DEVICE)
     forced = torch.randint(1, 6, (images, tokens), device=DEVICE) if forcing else None
     gamma, beta = torch.tensor(0.7, device=DEVICE), torch.tensor(0.2, device=DEVICE)
-    given_to_both = (tap, theirs[1], before, live, planner.Halt(gamma, beta, 3.0, layer, threshold, 1), forced)
+    given_to_both = (probe, theirs[1], before, live, planner.Halt(gamma, beta, 3.0, layer, threshold, 1), forced)
     (*ours, listed), (*theirs, wanted) = planner.halt(*given_to_both), planner.halt_ref(*given_to_both)
     for mine, its in zip(ours, theirs):
         torch.testing.assert_close(mine[live], its[live], atol=1e-5, rtol=1e-5)
@@ -196,8 +196,8 @@ def test_heirs(dtype, images, tokens, share, stay, seed):
     qkv[:many] = torch.randn(many, 3 * heads * size, device=DEVICE).to(dtype)
     sizes = torch.randint(1, 5, (images, tokens), device=DEVICE).float()
     ours, theirs = ([x.clone(), sizes.clone(), sizes.log()] for _ in range(2))
-    heirs_rows.bequeath_rows(ours[0], qkv, heads, rows, new, keep.to(DEVICE), ours[1], ours[2], prefix)
-    heirs_rows.bequeath_rows_ref(theirs[0], qkv, heads, rows, new, theirs[1], theirs[2], prefix)
+    merging_rows.merge_rows(ours[0], qkv, heads, rows, new, keep.to(DEVICE), ours[1], ours[2], prefix)
+    merging_rows.merge_rows_ref(theirs[0], qkv, heads, rows, new, theirs[1], theirs[2], prefix)
     assert torch.equal(ours[1], theirs[1])
     torch.testing.assert_close(ours[2], theirs[2])
     torch.testing.assert_close(ours[0], theirs[0], atol=1e-5, rtol=2 * torch.finfo(dtype).eps + 1e-5)
@@ -236,20 +236,20 @@ def a_random_block(seed: int) -> None:
     compact_at = torch.arange(many, device=DEVICE)
     x = only(torch.randn(images * tokens, width, device=DEVICE), where)
     norm = nn.LayerNorm(width, eps=1e-6, device=DEVICE)
-    rise, fall = nn.Linear(width, hidden, device=DEVICE).to(dtype), nn.Linear(hidden, width, device=DEVICE).to(dtype)
-    tap, neuron = torch.zeros(images * tokens, device=DEVICE), draw.randrange(hidden)
-    up = ops.normed_linear(x, rows, ops.Affine.of(rise.weight, rise.bias, norm), "gelu", tap, neuron)
+    fc1, fc2 = nn.Linear(width, hidden, device=DEVICE).to(dtype), nn.Linear(hidden, width, device=DEVICE).to(dtype)
+    probe, neuron = torch.zeros(images * tokens, device=DEVICE), draw.randrange(hidden)
+    up = ops.normed_linear(x, rows, ops.Affine.of(fc1.weight, fc1.bias, norm), "gelu", probe, neuron)
 
     def thought(x, weight, bias):
         return nn.functional.layer_norm(x, (width,), eps=1e-6) @ weight.T + bias
 
-    against(up[:many], lambda *t: nn.functional.gelu(thought(*t)), x[where], rise.weight, rise.bias)
-    against(tap[where], lambda *t: thought(*t)[:, neuron], x[where], rise.weight, rise.bias)
+    against(up[:many], lambda *t: nn.functional.gelu(thought(*t)), x[where], fc1.weight, fc1.bias)
+    against(probe[where], lambda *t: thought(*t)[:, neuron], x[where], fc1.weight, fc1.bias)
     h, before, scale = only(up.float(), compact_at), x.clone(), torch.rand(width, device=DEVICE)
-    ops.add_linear(x, rows, h, ops.Affine.of(fall.weight, fall.bias), scale)
+    ops.add_linear(x, rows, h, ops.Affine.of(fc2.weight, fc2.bias), scale)
     against(
         x[where], lambda x, h, w, b: x + (h @ w.T + b) * scale.to(x.dtype),
-        before[where], h[:many], fall.weight, fall.bias,
+        before[where], h[:many], fc2.weight, fc2.bias,
     )  # fmt: skip
     assert x.isnan().any(1).equal(~live.flatten())
     qkv = only(torch.randn(images * tokens, 3 * width, device=DEVICE), compact_at)
@@ -258,8 +258,8 @@ def a_random_block(seed: int) -> None:
 
     def attended(qkv):
         """As `attend_rows_ref`, all images at once."""
-        sheet = qkv.new_zeros(images * tokens, 3 * width).index_copy(0, where, qkv)
-        q, k, v = sheet.view(images, tokens, 3, heads, size).permute(2, 0, 3, 1, 4)
+        dense_rows = qkv.new_zeros(images * tokens, 3 * width).index_copy(0, where, qkv)
+        q, k, v = dense_rows.view(images, tokens, 3, heads, size).permute(2, 0, 3, 1, 4)
         mask = torch.zeros(images * tokens, device=DEVICE) if bias is None else bias
         mask = mask.view(images, tokens).masked_fill(~live, -torch.inf)[:, None, None, :]
         out = (q @ k.transpose(-2, -1) * size**-0.5 + mask.to(qkv.dtype)).softmax(-1) @ v

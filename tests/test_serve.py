@@ -217,7 +217,7 @@ def test_explain_says_what_the_page_draws(client):
         ("?budget=0.0001", picture(), "image/png", 422, "budget"),
         ("?top=0", picture(), "image/png", 422, "top"),
         ("?model=../../etc", picture(), "image/png", 404, "model"),
-        ("?model=static&budget=0.5", picture(), "image/png", 422, "dial"),
+        ("?model=static&budget=0.5", picture(), "image/png", 422, "operating point"),
     ],
 )
 def test_bad_input_is_one_sentence(client, query, body, kind, status, said):
@@ -256,11 +256,11 @@ class Slow(Served):
 
     gate = threading.Event()
 
-    def run(self, images, dials):
+    def run(self, images, operating_points):
         self.gate.wait(20)
         if (images == 255).all((1, 2, 3)).any():
             raise RuntimeError("this image breaks the model")
-        return super().run(images, dials)
+        return super().run(images, operating_points)
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def test_failed_save_leaves_the_old_picture(tmp_path):
 
 def test_import_is_lean_and_figures_need_no_pyplot():
     code = (
-        "import sys, dwindle.show.view; from dwindle.show import drawing; assert 'matplotlib' not in sys.modules, 'import';"
+        "import sys; from dwindle.show import drawing, view; assert 'matplotlib' not in sys.modules, 'import';"
         "drawing.canvas(1, 1).savefig('/dev/null', format='png');"
         "assert 'matplotlib.pyplot' not in sys.modules, 'pyplot'"
     )

@@ -126,7 +126,7 @@ WRITES = {
 def test_writes(backbone, tally):
     for what, write in WRITES.items():
         for at in (0, 3, -1):
-            model = build(backbone, METHODS["AHT_heirs"]())
+            model = build(backbone, METHODS["AHT_merge"]())
             images, fast = images_for(model, 3), model.prepare()
             before = fast(images)
             model(images)

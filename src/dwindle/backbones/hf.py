@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypedDict
 import torch
 from torch import Tensor, nn
 
-from ..core.backbone import LINEAR, Backbone, Parts, Shape, activation_name, as_written, linear_macs
+from ..core.backbone import LINEAR, Backbone, BlockParts, Shape, activation_name, as_written, linear_macs
 from ..errors import DwindleError, unknown
 from ..settings import Above0, AtLeast0, Classes, Count, Depth, ImageSize, Share, Size, Within, Word, options
 
@@ -177,7 +177,7 @@ class HuggingFaceViT(Backbone):
             pool_macs=0,
         )
 
-    def parts(self, block: Any) -> Parts | None:
+    def parts(self, block: Any) -> BlockParts | None:
         attention, mlp = block.attention, getattr(block, "mlp", None)
         before = getattr(block, "layernorm_before", None) or getattr(block, "norm1", None)
         after = getattr(block, "layernorm_after", None) or getattr(block, "norm2", None)
@@ -194,10 +194,10 @@ class HuggingFaceViT(Backbone):
         known = all(type(layer) in LINEAR for layer in linears) and act is not None and as_written(block)
         if not known or type(before) is not nn.LayerNorm or type(after) is not nn.LayerNorm:
             return None
-        q, k, v, proj, rise, fall = linears
+        q, k, v, proj, fc1, fc2 = linears
         scales = [getattr(getattr(block, f"layer_scale{i}", None), "lambda1", None) for i in (1, 2)]
         assert act is not None
-        return Parts(
+        return BlockParts(
             norm1=before,
             qkv=(q, k, v),
             heads=self.shape.heads,
@@ -207,9 +207,9 @@ class HuggingFaceViT(Backbone):
             proj=proj,
             scale1=scales[0],
             norm2=after,
-            rise=rise,
+            fc1=fc1,
             act=act,
-            fall=fall,
+            fc2=fc2,
             scale2=scales[1],
         )
 

@@ -11,7 +11,7 @@ from timm.layers import Attention, DropPath, LayerNorm, LayerScale, Mlp, PatchEm
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from ..core.backbone import LINEAR, Backbone, Parts, Shape, activation_name, as_written, linear_macs
+from ..core.backbone import LINEAR, Backbone, BlockParts, Shape, activation_name, as_written, linear_macs
 from ..errors import DwindleError, unknown
 from ..settings import Above0, Classes, Depth, ImageSize, Size, Within, options
 
@@ -146,7 +146,7 @@ class TimmViT(Backbone):
             pool_macs=pool_token,
         )
 
-    def parts(self, block: Any) -> Parts | None:
+    def parts(self, block: Any) -> BlockParts | None:
         if (type(block), type(block.attn), type(block.mlp)) != (Block, Attention, Mlp):
             return None
         attention: Any = block.attn
@@ -170,7 +170,7 @@ class TimmViT(Backbone):
         assert act is not None
         q_norm, k_norm = (norm if _is_norm(norm) else None for norm in norms)
         scale1, scale2 = (getattr(getattr(block, name, None), "gamma", None) for name in ("ls1", "ls2"))
-        return Parts(
+        return BlockParts(
             norm1=block.norm1,
             qkv=(attention.qkv,),
             heads=attention.num_heads,
@@ -180,9 +180,9 @@ class TimmViT(Backbone):
             proj=attention.proj,
             scale1=scale1,
             norm2=block.norm2,
-            rise=mlp.fc1,
+            fc1=mlp.fc1,
             act=act,
-            fall=mlp.fc2,
+            fc2=mlp.fc2,
             scale2=scale2,
         )
 

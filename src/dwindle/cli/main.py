@@ -240,12 +240,12 @@ def evaluate(
 
 def _turn_threshold(model: Any, threshold: float) -> None:
     from ..core.method import require
-    from ..evaluate.analysis import dials
+    from ..evaluate.analysis import operating_points
     from ..evaluate.evaluate import turn
 
     given, method = f"--threshold {threshold}", type(model.method).__name__
     require(threshold > 0, given, "a token halts when its scores reach it, so it must be above 0")
-    ranges = {name: sorted(ends) for name, *ends in dials(model)}
+    ranges = {name: sorted(ends) for name, *ends in operating_points(model)}
     require("threshold" in ranges, given, f"{method} has no threshold to turn, so leave it out")
     low, high = ranges["threshold"]
     sums = high == model.backbone.shape.blocks  # of scores: above the number of blocks nothing halts, as may be asked

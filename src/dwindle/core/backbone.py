@@ -54,7 +54,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Parts:
+class BlockParts:
     """A plain pre-norm block taken apart: x + scale1 * proj(attention(qkv(norm1 x))), then the MLP likewise."""
 
     norm1: nn.LayerNorm
@@ -66,9 +66,9 @@ class Parts:
     proj: nn.Linear
     scale1: Tensor | None
     norm2: nn.LayerNorm
-    rise: nn.Linear  # width -> hidden
+    fc1: nn.Linear  # width -> hidden
     act: str
-    fall: nn.Linear  # hidden -> width
+    fc2: nn.Linear  # hidden -> width
     scale2: Tensor | None
 
 
@@ -201,7 +201,7 @@ class Backbone:
     def measure(self) -> Shape:
         raise NotImplementedError
 
-    def parts(self, block: nn.Module) -> Parts | None:
+    def parts(self, block: nn.Module) -> BlockParts | None:
         """A block taken apart for the kernels; None if it is of another make."""
         return None
 
@@ -222,7 +222,7 @@ class Backbone:
             attention = self.attention(block)
             # A partial and no bound method: it can be pickled, and so can the model.
             attention.forward = partial(_attention_forward, attention)  # type: ignore[method-assign]
-            self.mlp_in(block).register_forward_hook(_tap)
+            self.mlp_in(block).register_forward_hook(_catch_probe)
             for module in block.modules():
                 if _is_drop_path(module):
                     module.register_forward_hook(_drop_per_image)
@@ -260,7 +260,7 @@ class Backbone:
                 f"{type(self.attention(block)).__name__} did not call scaled_dot_product_attention, so halted tokens "
                 "cannot be kept out of it; use the model's fused (sdpa) attention."
             )
-        after.tap = run.tap
+        after.probe = run.probe
         return after
 
     def once(self, block: nn.Module, x: Tensor) -> Any:
@@ -293,7 +293,7 @@ class _Run:
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
-        self.tap: Tensor | None = None
+        self.probe: Tensor | None = None
         self.called = False  # the block's own forward ran
         self.attended = False
 
@@ -362,11 +362,11 @@ def _attention_forward(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(attention, *args, **kwargs)
 
 
-def _tap(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+def _catch_probe(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
     run = _now.run
-    if run is not None and run.tokens.tapped is not None:
+    if run is not None and run.tokens.probed is not None:
         neuron = run.tokens.catch_neuron(module, args[0], output)
-        run.tap = neuron[0] if isinstance(run.tokens, Packed) else neuron
+        run.probe = neuron[0] if isinstance(run.tokens, Packed) else neuron
 
 
 def _is_drop_path(module: nn.Module) -> bool:
@@ -383,7 +383,7 @@ def _drop_per_image(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Te
     return args[0] * (run.tokens.per_image(drawn / kept)[None, :, None]).to(output.dtype)
 
 
-OURS = (_tap, _drop_per_image)  # hooks of `install`
+OURS = (_catch_probe, _drop_per_image)  # hooks of `install`
 
 
 def linear_macs(module: nn.Module) -> int:

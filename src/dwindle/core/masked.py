@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.attention import attend_gated, attend_masked, looked_at
-from ..ops.heirs import inherit
+from ..ops.merging import merged
 from .tokens import Tokens, Where, wide
 
 
@@ -54,8 +54,8 @@ class Masked(Tokens):
     def per_image(self, values_B: Tensor) -> Tensor:
         return values_B[:, None].expand(-1, self.shape[1], *values_B.shape[1:])
 
-    def take(self, sheet_BN: Tensor) -> Tensor:
-        return sheet_BN
+    def gather(self, dense_BN: Tensor) -> Tensor:
+        return dense_BN
 
     def image_sum(self, rows: Tensor) -> Tensor:
         live = self.live if rows.dim() == 2 else self.live[..., None]
@@ -74,9 +74,9 @@ class Masked(Tokens):
     def unpad(self, padded: Tensor) -> Tensor:
         return _reorder(padded, self._live_first.argsort(-1))
 
-    def inherit(self, size: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
+    def merged(self, size: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
         assert self.keys is not None
-        join = _compiled(inherit) if self.compiling else inherit
+        join = _compiled(merged) if self.compiling else merged
         return join(wide(self.x), size, self.keys.detach(), staying, leaving)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,10 @@ class Method(nn.Module):
 
     registry: ClassVar[dict[str, type[Method]]] = {}
     paper: ClassVar[str] = ""
-    dial: tuple[str, float, float] | None = None  # attribute that sets the cost after training: name, cheapest, dearest
-    dial_per_image: bool = False  # it asks `dialled`, so images of one batch may have each their own
+    # The attribute that sets the cost after training, its cheapest and its dearest value.
+    operating_point: tuple[str, float, float] | None = None
+    renamed: ClassVar[dict[str, str]] = {}  # options as older checkpoints call them, and what they are called
+    per_image_point: bool = False  # it asks `operating_value`, so each image of a batch may have its own
     asks_attention: bool = False  # its losses read the teacher's attention
     asks_features: bool = False  # and its features
     needs_training: ClassVar[bool] = True  # what it decides before means nothing
@@ -89,9 +91,10 @@ class Method(nn.Module):
     def hold_budget(self, cost: Tensor) -> None:
         """After each training batch, with its cost as a share of the static model's: move what holds a budget."""
 
-    def dialled(self, tokens: Tokens, name: str) -> Any:
-        """The method's setting `name`; on rows where it is the dial and each image was given a value of its own."""
-        given = tokens.notes.get("dial") if self.dial is not None and self.dial[0] == name else None
+    def operating_value(self, tokens: Tokens, name: str) -> Any:
+        """The method's setting `name`; on rows, where it is the operating point and each image was given its own."""
+        turned = self.operating_point is not None and self.operating_point[0] == name
+        given = tokens.notes.get("operating_point") if turned else None
         return getattr(self, name) if given is None else given
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
@@ -125,9 +128,9 @@ class Method(nn.Module):
         return settings(self)
 
     @classmethod
-    def from_config(cls, options: dict[str, Any]) -> Method:
-        """Made anew from a saved `config`."""
-        return cls(**options)
+    def from_config(cls, options: dict[str, Any]) -> Self:
+        """Made anew from a saved `config`, also of a version that called an option otherwise."""
+        return cls(**{cls.renamed.get(name, name): value for name, value in options.items()})
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.config.items())

@@ -64,14 +64,14 @@ class AdaptiveViT(nn.Module):
         images: Tensor | None = None,
         layout: str | None = None,
         depths: Tensor | None = None,
-        dial: Tensor | None = None,
+        operating_point: Tensor | None = None,
         *,
         pixel_values: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Output:
         """`depths` (B, N) forces who stops when: scores are still computed, only the outcome is replaced.
 
-        dial: (B,) the method's dial for each image, so that images with different budgets share a batch.
+        operating_point: (B,) the method's setting for each image, so that images with other budgets share a batch.
 
         layout: 'masked' or 'packed'. None: masked while training, packed in eval. What computes faster than these is
         for weights that stay: `prepare`.
@@ -87,7 +87,7 @@ class AdaptiveViT(nn.Module):
             self.method.trained = True
         elif depths is None:
             self.method.tell_unready()
-        out = self.run(images, LAYOUTS[layout].start, depths, dial)
+        out = self.run(images, LAYOUTS[layout].start, depths, operating_point)
         self.check_logits(out.logits, images)
         if labels is not None:
             out.loss = self.loss(out, labels)["total"]
@@ -100,7 +100,7 @@ class AdaptiveViT(nn.Module):
         images: Tensor,
         start: Callable[[Tensor, int], Tokens],
         depths: Tensor | None = None,
-        dial: Tensor | None = None,
+        operating_point: Tensor | None = None,
     ) -> Output:
         """The loop, in the layout that `start` begins."""
         shape = self.backbone.shape
@@ -113,9 +113,9 @@ class AdaptiveViT(nn.Module):
                 wanted = " x ".join(map(str, tokens.shape))
                 raise DwindleError(f"depths of shape {tuple(depths.shape)}: give one per image and token, {wanted}.")
             tokens.notes["forced"] = depths.to(images.device).reshape(tokens.x.shape[:-1])
-        if dial is not None:
-            self.check_dial(dial, len(images))
-            tokens.notes["dial"] = tokens.per_image(dial.to(images.device))
+        if operating_point is not None:
+            self.check_operating_point(operating_point, len(images))
+            tokens.notes["operating_point"] = tokens.per_image(operating_point.to(images.device))
         trace = Trace(tokens.shape, shape.prefix, shape.grid((images.shape[-2], images.shape[-1])), shape.blocks)
 
         tokens = self.method.start(tokens)
@@ -302,17 +302,17 @@ class AdaptiveViT(nn.Module):
         check_dtype(images, next(self.vit.parameters()).dtype)
         return images
 
-    def check_dial(self, dial: Tensor, images: int) -> None:
+    def check_operating_point(self, given: Tensor, images: int) -> None:
         method = type(self.method).__name__
-        if not self.method.dial_per_image or dial.shape != (images,):
+        if not self.method.per_image_point or given.shape != (images,):
+            takes = "does" if self.method.per_image_point else "has one setting for the whole batch"
             raise DwindleError(
-                f"dial of shape {tuple(dial.shape)} for {images} images: give one number per image, and to a method "
-                f"that takes them ({method} "
-                f"{'does' if self.method.dial_per_image else 'has one setting for the whole batch'})."
+                f"operating_point of shape {tuple(given.shape)} for {images} images: give one number per image, and to "
+                f"a method that takes them ({method} {takes})."
             )
         looks = self.checks and not torch.compiler.is_compiling()
-        if looks and not (dial.is_cuda and torch.cuda.is_current_stream_capturing()) and dial.isnan().any():
-            raise DwindleError(f"dial holds NaN, with which no token of {method} would ever go on; give numbers.")
+        if looks and not (given.is_cuda and torch.cuda.is_current_stream_capturing()) and given.isnan().any():
+            raise DwindleError(f"operating_point holds NaN, at which no token of {method} would go on; give numbers.")
 
     def check_logits(self, logits: Tensor, images: Tensor) -> None:
         if not self.checks or torch.compiler.is_compiling() or (self.training and logits.is_cuda):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import DwindleError
 from ..ops.attention import attend_packed, looked_at_packed
-from ..ops.heirs import inherit
+from ..ops.merging import merged
 from ..ops.rows import Rows
 
 
@@ -27,17 +27,17 @@ class Where:
 
     shape: tuple[int, int]  # B, N
     live_BN: Tensor | None = None  # masked: rows are (B, N), these count
-    home_T: Tensor | None = None  # packed: row t is token home[t] of the B * N
+    flat_index_T: Tensor | None = None  # packed: row t is token home[t] of the B * N
 
-    def sheet(self, rows: Tensor | None = None, fill: float = 0.0) -> Tensor:
+    def dense_rows(self, rows: Tensor | None = None, fill: float = 0.0) -> Tensor:
         """(B, N) with the rows' values, `fill` for everyone else. Without values: True for those who stand here."""
-        if self.home_T is None:
+        if self.flat_index_T is None:
             assert self.live_BN is not None
             return self.live_BN if rows is None else torch.where(self.live_BN, rows, torch.full_like(rows, fill))
         if rows is None:
-            rows = torch.ones_like(self.home_T, dtype=torch.bool)
+            rows = torch.ones_like(self.flat_index_T, dtype=torch.bool)
         flat = rows.new_full((self.shape[0] * self.shape[1],), fill)
-        return flat.index_copy(0, self.home_T, rows).view(self.shape)
+        return flat.index_copy(0, self.flat_index_T, rows).view(self.shape)
 
 
 @dataclass
@@ -48,13 +48,13 @@ class Tokens:
     shape: tuple[int, int]  # B, N
     prefix: int  # class, distillation and register tokens come first in every image
     notes: dict[str, Tensor] = field(default_factory=dict)
-    tapped: int | None = None  # a method asked for this neuron after the first linear layer of the MLP
-    tap_detached: bool = False  # its gradient shall train the neuron's own weights and stop there
-    tap: Tensor | None = None  # that neuron in the block just run, on rows
+    probed: int | None = None  # a method asked for this neuron after the first linear layer of the MLP
+    probe_detached: bool = False  # its gradient shall train the neuron's own weights and stop there
+    probe: Tensor | None = None  # that neuron in the block just run, on rows
     watching: bool = False  # a method asked for `attention`
     attention: Tensor | None = None  # share of the class token's attention each row got in the block just run
     keeping_keys: bool = False  # a method asked for `keys`
-    keys_to_bequeath: bool = False  # and only for `bequeath`
+    keys_to_merge: bool = False  # and only for `merge_nearest`
     keys: Tensor | None = None  # rows, head size: mean over heads of the keys of the block just run
     reader: Callable[[Tensor], Tensor] | None = None  # (B, N, D) -> logits; the loop lends the backbone's
     rows: Rows | None = None  # the live rows as a list on the device, where kernels can go by it
@@ -82,9 +82,9 @@ class Tokens:
 
     def catch_neuron(self, layer: Any, x: Tensor, out: Tensor) -> Tensor:
         """The neuron a method asked for, of a linear layer that made `out` from `x`."""
-        index = self.tapped
+        index = self.probed
         assert index is not None
-        if not (self.tap_detached and torch.is_grad_enabled()):
+        if not (self.probe_detached and torch.is_grad_enabled()):
             return out[..., index].clone()  # a view would keep the whole hidden layer in memory
         bias = None if layer.bias is None else layer.bias[index : index + 1]
         return F.linear(x.detach(), layer.weight[index : index + 1], bias)[..., 0]
@@ -93,7 +93,7 @@ class Tokens:
         """Values of the images, handed to their rows."""
         raise NotImplementedError
 
-    def take(self, sheet_BN: Tensor) -> Tensor:
+    def gather(self, dense_BN: Tensor) -> Tensor:
         """Values of the tokens (B, N), for the rows."""
         raise NotImplementedError
 
@@ -119,20 +119,20 @@ class Tokens:
         """Back to rows."""
         raise NotImplementedError
 
-    def inherit(self, size: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
+    def merged(self, size: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
         """States and sizes of the rows after every leaving one has joined the staying one with the most alike key."""
         raise NotImplementedError
 
-    def bequeath(self, keep: Tensor) -> None:
+    def merge_nearest(self, keep: Tensor) -> None:
         """Patches that stop now join the one with the most alike key that goes on; where none does they are gone."""
         patch = self.counted & ~self.is_prefix
         staying = patch & keep
-        self.stand_for(staying, *self.inherit(self.notes["standing_for"], staying, patch & ~keep))
+        self.set_merged(staying, *self.merged(self.notes["size"], staying, patch & ~keep))
 
-    def stand_for(self, who: Tensor, mean: Tensor, size: Tensor) -> None:
+    def set_merged(self, who: Tensor, mean: Tensor, size: Tensor) -> None:
         """These rows become the mean of so many, and are attended to as the many they stand for."""
         self.x = torch.where(who[..., None], mean.to(self.x.dtype), self.x)
-        size = self.notes["standing_for"] = torch.where(who, size, self.notes["standing_for"])
+        size = self.notes["size"] = torch.where(who, size, self.notes["size"])
         self.notes["key_bias"] = size.clamp_min(1).log()
 
     @property
@@ -191,7 +191,7 @@ class Tokens:
 
     def forget(self) -> dict[str, Any]:
         """What belonged to the block just run."""
-        return {"tap": None, "attention": None, "keys": None, "listed": None}
+        return {"probe": None, "attention": None, "keys": None, "listed": None}
 
     @property
     def value(self) -> Tensor:
@@ -209,7 +209,7 @@ class Tokens:
 class Packed(Tokens):
     """Only live rows exist: (T, D), image after image. A row is moved once, when it stops."""
 
-    home: Tensor = None  # type: ignore[assignment]  # (T,) position b * N + n of each row, ascending
+    flat_index: Tensor = None  # type: ignore[assignment]  # (T,) position b * N + n of each row, ascending
     lengths: list[int] = field(default_factory=list)  # live rows of each image
     stopped: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (home, value) of those who left
     first: Tensor | None = None  # `is_prefix`, once somebody has asked for it
@@ -217,8 +217,8 @@ class Packed(Tokens):
     @staticmethod
     def start(x_BND: Tensor, prefix: int) -> Packed:
         images, count, _ = x_BND.shape
-        home = torch.arange(images * count, device=x_BND.device)
-        return Packed(x_BND.flatten(0, 1), (images, count), prefix, home=home, lengths=[count] * images)
+        flat_index = torch.arange(images * count, device=x_BND.device)
+        return Packed(x_BND.flatten(0, 1), (images, count), prefix, flat_index=flat_index, lengths=[count] * images)
 
     def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Packed:
         return self.changed(x=call(self.x[None])[0])
@@ -240,15 +240,15 @@ class Packed(Tokens):
     @property
     def image(self) -> Tensor:
         """Index of each row's image."""
-        return self.home // self.shape[1]
+        return self.flat_index // self.shape[1]
 
     def per_image(self, values_B: Tensor) -> Tensor:
         if self.shape[0] == 1:
-            return values_B.expand(len(self.home), *values_B.shape[1:])
+            return values_B.expand(len(self.flat_index), *values_B.shape[1:])
         return values_B.index_select(0, self.image)
 
-    def take(self, sheet_BN: Tensor) -> Tensor:
-        return sheet_BN.flatten()[self.home]
+    def gather(self, dense_BN: Tensor) -> Tensor:
+        return dense_BN.flatten()[self.flat_index]
 
     def image_sum(self, rows: Tensor) -> Tensor:
         if not rows.is_cuda:  # there one sum over all is faster than one for each image
@@ -272,17 +272,17 @@ class Packed(Tokens):
         """(T,) how many rows of its image come before each."""
         sizes = torch.tensor(self.lengths, device=self.x.device)
         begin = sizes.cumsum(0) - sizes
-        return torch.arange(len(self.home), device=self.home.device) - begin[self.image]
+        return torch.arange(len(self.flat_index), device=self.flat_index.device) - begin[self.image]
 
     @property
     def _slot(self) -> Tensor:
         """(T,) where each row sits in a padded (B * n) list."""
         return self.image * max(self.lengths) + self._within
 
-    def inherit(self, size: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
+    def merged(self, size: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
         assert self.keys is not None
         rows = (wide(self.x), size, self.keys.detach(), staying, leaving)
-        mean, total = inherit(*(self.pad(row) for row in rows))
+        mean, total = merged(*(self.pad(row) for row in rows))
         return self.unpad(mean), self.unpad(total)
 
     def pad(self, rows: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ class Packed(Tokens):
 
     @property
     def padding(self) -> Tensor:
-        return self.pad(torch.ones_like(self.home, dtype=torch.bool))
+        return self.pad(torch.ones_like(self.flat_index, dtype=torch.bool))
 
     @property
     def images_live(self) -> Tensor:
@@ -320,33 +320,35 @@ class Packed(Tokens):
     def move(self, order: Tensor, count: int) -> Packed:
         """Only the first `count` rows of this order; the others are put aside."""
         going = order[:count]
-        x, home = self.x.index_select(0, order), self.home.index_select(0, order)
+        x, flat_index = self.x.index_select(0, order), self.flat_index.index_select(0, order)
         value = x if self.value is self.x else self.value.index_select(0, order)
         one = self.shape[0] == 1
-        lengths = [count] if one else torch.bincount(home[:count] // self.shape[1], minlength=self.shape[0]).tolist()
+        lengths = (
+            [count] if one else torch.bincount(flat_index[:count] // self.shape[1], minlength=self.shape[0]).tolist()
+        )
         return self.changed(
             x=x[:count],
             notes={name: note.index_select(0, going) for name, note in self.notes.items()},
-            home=home[:count],
+            flat_index=flat_index[:count],
             lengths=lengths,
-            stopped=[*self.stopped, (home[count:], value[count:])],
+            stopped=[*self.stopped, (flat_index[count:], value[count:])],
             first=None if self.first is None else self.first.index_select(0, going),
             **self.forget(),
         )
 
     def stream(self) -> Tensor:
-        homes, values = zip(*self.stopped, (self.home, self.value))
+        homes, values = zip(*self.stopped, (self.flat_index, self.value))
         images, count = self.shape
         flat = self.x.new_zeros(images * count, self.x.shape[-1]).index_copy(0, torch.cat(homes), torch.cat(values))
         return flat.view(images, count, -1)
 
     @property
     def where(self) -> Where:
-        return Where(self.shape, home_T=self.home)
+        return Where(self.shape, flat_index_T=self.flat_index)
 
     @property
     def place(self) -> Tensor:
-        return self.home % self.shape[1]
+        return self.flat_index % self.shape[1]
 
     @property
     def is_prefix(self) -> Tensor:

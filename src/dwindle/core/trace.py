@@ -33,7 +33,7 @@ class Trace:
     def live(self) -> Tensor:
         """(L, B, N) bool: which tokens block l computed."""
         if self._live is None:
-            self._live = self._stack([where.sheet() for where in self.lives], False)
+            self._live = self._stack([where.dense_rows() for where in self.lives], False)
         return self._live
 
     @property
@@ -52,7 +52,7 @@ class Trace:
             raise KeyError(f"this trace holds no '{name}'; it holds {sorted({k for v in self.values for k in v})}")
         empty = torch.full(self.shape, fill, device=self.live.device)
         pairs = zip(self.lives, self.values)
-        return self._stack([w.sheet(v[name], fill) if name in v else empty for w, v in pairs], fill)
+        return self._stack([w.dense_rows(v[name], fill) if name in v else empty for w, v in pairs], fill)
 
     def _stack(self, sheets: list[Tensor], fill: float) -> Tensor:
         """One sheet per block, also for those that found nobody left to compute."""
@@ -67,7 +67,7 @@ class Trace:
     def plans(self) -> dict[int, Tensor]:
         """{stage: (B, N) planned depth}, NaN for tokens that had halted before that stage."""
         return {
-            block: where.sheet(values["plan"], torch.nan)
+            block: where.dense_rows(values["plan"], torch.nan)
             for block, (where, values) in enumerate(zip(self.lives, self.values), 1)
             if "plan" in values
         }

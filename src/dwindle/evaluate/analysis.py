@@ -1,4 +1,4 @@
-"""A model on a whole data set: what its traces add up to, and what turning its dial does. The report draws these."""
+"""A model on a whole data set: what its traces add up to, and what other operating points would do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .evaluate import turn
 
 Progress = Callable[[str, int, int], None]  # what is being done, images done, images in all
 
-TURNED, TURNED_IMAGES = 7, 1000  # settings of the dial, and the images they are measured on
+TURNED, TURNED_IMAGES = 7, 1000  # settings of the operating point, and the images they are measured on
 PROBED, PROBED_IMAGES = 16, 32  # settings tried to find those, and on how many images
 
 
@@ -123,23 +123,23 @@ def _numpy(values: Tensor) -> np.ndarray:
     return values.cpu().numpy()
 
 
-def dials(model: AdaptiveViT) -> list[tuple[str, float, float]]:
+def operating_points(model: AdaptiveViT) -> list[tuple[str, float, float]]:
     """What can be turned after training: name, cheapest, dearest. AHT has its bar and its threshold."""
-    own = [] if model.method.dial is None else [model.method.dial]
+    own = [] if model.method.operating_point is None else [model.method.operating_point]
     if own and own[0][0] == "bar":
         own.append(("threshold", 1e-3, float(model.backbone.shape.blocks)))
     return own
 
 
 @torch.inference_mode()
-def turn_dial(
-    model: AdaptiveViT, stream: Stream, rows: np.ndarray, dial: tuple[str, float, float]
+def sweep(
+    model: AdaptiveViT, stream: Stream, rows: np.ndarray, operating_point: tuple[str, float, float]
 ) -> list[dict[str, float]]:
-    """Accuracy and cost at settings of the dial, the one as trained first. The model is left as it was."""
-    name, cheap, dear = dial
+    """Accuracy and cost at settings of the operating point, the one as trained first. The model is left as it was."""
+    name, cheap, dear = operating_point
     trained = float(getattr(model.method, name))
     fast: Any = quickest(model.eval().to(stream.device))
-    few = torch.cat(list(stream.batches(model, "probing the dial", rows[:PROBED_IMAGES])))
+    few = torch.cat(list(stream.batches(model, "probing the operating point", rows[:PROBED_IMAGES])))
 
     def cost(value: float) -> float:
         turn(fast, value, name)
@@ -149,7 +149,7 @@ def turn_dial(
         settings = [trained, *charts.spread_settings(cost, cheap, dear, TURNED, PROBED)]
         points = [{"setting": setting, "gmacs": 0.0, "top1": 0.0} for setting in settings]
         labels, at = stream.images.labels[rows], 0
-        for x in stream.batches(model, "turning the dial", rows):
+        for x in stream.batches(model, "turning the operating point", rows):
             wanted, at = labels[at : at + len(x)], at + len(x)
             for point in points:
                 turn(fast, point["setting"], name)

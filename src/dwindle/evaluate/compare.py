@@ -45,7 +45,9 @@ class Entry:
     method: str
     options: dict[str, Any] = field(default_factory=dict)
     by_cost: dict[float, dict[str, Any]] = field(default_factory=dict)  # options for each cost, in place of `budget`
-    train: str = "each"  # 'each': for every cost; 'once': its dial is turned to each; 'never': on the static model
+    train: str = (
+        "each"  # 'each': for every cost; 'once': its operating point is turned to each; 'never': on the static model
+    )
     costs: tuple[float, ...] | None = None  # None: the comparison's
     seeds: tuple[int, ...] | None = None
     changes: dict[str, Any] = field(default_factory=dict)  # of the recipe; must be told beside the result
@@ -185,15 +187,15 @@ class Compare(Results):
         folder = self.out / f"{slug(entry.name)}-{cost:.2f}-s{seed}"
         recipe = self._recipe(entry, cost, seed)
         run, model, seconds = self._trained(recipe, folder)
-        dial = model.method.dial
-        turned = dial is not None and not {"budget", dial[0]} & recipe.method_options.keys()
+        operating_point = model.method.operating_point
+        turned = operating_point is not None and not {"budget", operating_point[0]} & recipe.method_options.keys()
         if turned:  # its cost followed from training alone
             calibrate(model, run.typical(), cost)
         path, turned_in = self._path(entry.name, cost, seed), folder if turned else None
         self._write(path, entry.name, entry.group, run, model, cost, seed, seconds, turned_in)
 
     def _turned(self, entry: Entry, costs: list[float], seed: int) -> None:
-        """One model, its dial turned to each cost on training images."""
+        """One model, its operating point turned to each cost on training images."""
         if entry.train == "once":
             recipe = self._recipe(entry, costs[0], seed)
             run, model, seconds = self._trained(recipe, self.out / f"{slug(entry.name)}-s{seed}")

@@ -101,31 +101,33 @@ def _in_step(batches: Batches, model: AdaptiveViT) -> Iterator[tuple[Tensor, Ten
         yield batch or blank
 
 
-@torch.no_grad()  # not inference mode: the dial it leaves behind may be trained on
+@torch.no_grad()  # not inference mode: the operating point it leaves behind may be trained on
 def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch: int = 128, steps: int = 14) -> float:
-    """Turn the method's dial until `images` cost the budget, without training or labels. Returns the share they cost.
+    """Turn the operating point until `images` cost the budget, without training or labels. Returns their cost's share.
 
-    Cost rises along the dial (a token needs more to stop), so bisection finds it.
+    Cost rises along the operating point (a token needs more to stop), so bisection finds it.
     """
     method = model.method
-    if method.dial is None:
+    if method.operating_point is None:
         raise DwindleError(
             f"{type(method).__name__} has nothing to turn after training; for a budget take a method that has."
         )
-    _, cheap, dear = method.dial
+    _, cheap, dear = method.operating_point
     goal = budget_share(budget, model.backbone.shape)
     method.tell_unready()
     training, method.held = model.training, True
     fast: Any = quickest(model.eval())
 
     def cost(value: float, tried: bool = True) -> float:
-        dial = None
-        if tried and method.dial_per_image:  # given, not set: a GPU's recording would be made anew for every setting
-            dial = images.new_full((batch,), value)
+        points = None
+        if tried and method.per_image_point:  # given, not set: a GPU's recording would be made anew for every setting
+            points = images.new_full((batch,), value)
         else:
             turn(fast, value)
-        parts = ((part, None if dial is None else dial[: len(part)]) for part in images.split(batch))
-        total = sum(model.macs(fast(part, dial=dial).trace).sum().item() for part, dial in parts)
+        total = 0.0
+        for part in images.split(batch):
+            out = fast(part, operating_point=None if points is None else points[: len(part)])
+            total += model.macs(out.trace).sum().item()
         return total / len(images) / model.static_macs()
 
     # The nearer of the two sides: a threshold at which many tokens stop at once can leave a step between them.
@@ -147,10 +149,10 @@ def meet(model: AdaptiveViT, images: Tensor, budget: float | str) -> None:
 
 
 def turn(model: AdaptiveViT | Prepared, value: float, name: str | None = None) -> None:
-    """Set the method's dial, or another of its numbers."""
+    """Set the method's operating point, or another of its numbers."""
     if name is None:
-        assert model.method.dial is not None
-        name = model.method.dial[0]
+        assert model.method.operating_point is not None
+        name = model.method.operating_point[0]
     old = getattr(model.method, name)
     if isinstance(old, Tensor):
         with torch.no_grad():

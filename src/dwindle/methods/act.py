@@ -28,7 +28,7 @@ class ACT(Method):
     """
 
     paper = "Adaptive Computation Time for Recurrent Neural Networks, 2016"
-    dial_per_image = True
+    per_image_point = True
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ACT(Method):
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
-        self.dial = ("threshold", 1e-6, float(shape.blocks))
+        self.operating_point = ("threshold", 1e-6, float(shape.blocks))
         if self.budget is not None:
             budget_share(self.budget, shape)  # or it says what a budget is
         self.unit = nn.Linear(shape.width, 1)  # shared by all blocks
@@ -76,7 +76,7 @@ class ACT(Method):
             halting = torch.sigmoid(wide(self.unit(image_state(tokens, tokens.x))[:, 0]))  # (B,)
             score = tokens.per_image(halting)
         cumulative = tokens.notes["cumulative"] = before + score
-        keep = tokens.decide(depth, cumulative < self.dialled(tokens, "threshold"))  # Eq. 4
+        keep = tokens.decide(depth, cumulative < self.operating_value(tokens, "threshold"))  # Eq. 4
         return halting_verdict(tokens, before, score, keep & (not last))
 
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:

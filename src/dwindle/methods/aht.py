@@ -53,7 +53,7 @@ PRINTED: dict[str, Any] = {
     "p_actual": "act",
     "lambda_i": 0.0,
     "ramp": 0.0,
-    "heirs": "none",
+    "merge": "none",
 }
 
 
@@ -105,7 +105,8 @@ class AHT(Method):
     """Planners predict a depth per token, a supervisor of two scalars executes it, a KL term ties them together."""
 
     paper = "AHT-ViT: Adaptive Halting Transformer with Planned Depth Execution"
-    dial_per_image = True
+    per_image_point = True
+    renamed = {"heirs": "merge"}
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class AHT(Method):
         ponder: Literal["expected", "remainder"] = "expected",
         halted_plans: Literal["skip", "zero"] = "skip",
         halt_class: bool = False,
-        heirs: Literal["none", "nearest", "rest"] = "none",
+        merge: Literal["none", "nearest", "rest"] = "none",
         ramp: Share = 0.3,
     ) -> None:
         """
@@ -152,7 +153,7 @@ class AHT(Method):
         ponder: a form of Eq. 1 with a gradient, 'expected' (mean depth under p_actual) or 'remainder' (N + r).
         halted_plans: tokens halted before a stage are left out of its KL ('skip') or planned at 0 ('zero', Listing 1).
         halt_class: the class token and other prefix tokens may halt too.
-        heirs: what becomes of a halted token for those who go on. 'none': it is gone, as in the paper; 'nearest': it
+        merge: what becomes of a halted token for those who go on. 'none': it is gone, as in the paper; 'nearest': it
             joins the most alike token that goes on, which becomes their mean and is attended to as the many it stands
             for (as in ToMe; from the first stage on); 'rest': all join one token of the image.
         ramp: share of the training over which budget and loss weights are brought in.
@@ -165,7 +166,7 @@ class AHT(Method):
         self.neuron, self.hidden, self.follow, self.softness = neuron, hidden, follow, softness
         self.straight_through, self.detach, self.plan_leads = straight_through, detach, plan_leads
         self.p_actual, self.ponder, self.halted_plans, self.halt_class = p_actual, ponder, halted_plans, halt_class
-        self.heirs = heirs
+        self.merge = merge
         self.ramp = ramp
         self.gamma = nn.Parameter(torch.tensor(float(gamma)))
         self.beta = nn.Parameter(torch.tensor(float(beta)))
@@ -194,16 +195,16 @@ class AHT(Method):
             f"the MLPs of this backbone have 0..{shape.hidden - 1}",
         )
         if self.budget is None:
-            self.dial = ("threshold", 1e-6, float(shape.blocks))
+            self.operating_point = ("threshold", 1e-6, float(shape.blocks))
         else:
             budget_share(self.budget, shape)
-            self.dial = ("bar", 4.0, -4.0)
+            self.operating_point = ("bar", 4.0, -4.0)
         self.hidden = self.hidden or max(shape.width // 4, 1)
         for stage in self.stages:
             self.planners[str(stage)] = Planner(shape, self.hidden)
 
     def start(self, tokens: Tokens) -> Tokens:
-        tokens.tapped, tokens.tap_detached = self.neuron, self.detach
+        tokens.probed, tokens.probe_detached = self.neuron, self.detach
         tokens.prefix_stays = not self.halt_class and "forced" not in tokens.notes
         zero = torch.zeros_like(x := tokens.x[..., 0], dtype=torch.promote_types(x.dtype, torch.float32))
         # Sums that start there never reach the threshold.
@@ -212,12 +213,12 @@ class AHT(Method):
         tokens.notes["plan"] = torch.full_like(zero, self.shape.blocks)
         if self.straight_through and self.training:
             tokens.notes["survival"] = zero + 1
-        if self.heirs != "none":
-            tokens.notes["standing_for"] = zero + 1  # how many tokens a row is the mean of
-        if self.heirs == "rest":
+        if self.merge != "none":
+            tokens.notes["size"] = zero + 1  # how many tokens a row is the mean of
+        if self.merge == "rest":
             tokens.notes["rest"] = zero.bool()  # it is the image's rest token
-        tokens.keys_to_bequeath = self.heirs == "nearest"
-        tokens.keeping_keys = self.heirs == "nearest" and self._may_halt(1)
+        tokens.keys_to_merge = self.merge == "nearest"
+        tokens.keeping_keys = self.merge == "nearest" and self._may_halt(1)
         return tokens
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
@@ -225,33 +226,33 @@ class AHT(Method):
         record = self._plan(layer, tokens) if layer in self.stages else {}
         score, keep = self._supervise(layer, tokens)
         record["score"] = score
-        tokens.keeping_keys = self.heirs == "nearest" and self._may_halt(layer + 1)
+        tokens.keeping_keys = self.merge == "nearest" and self._may_halt(layer + 1)
         if keep is None:
             return Verdict(None, record=record)
-        if self.heirs == "rest" and "forced" not in tokens.notes and layer < self.shape.blocks:
+        if self.merge == "rest" and "forced" not in tokens.notes and layer < self.shape.blocks:
             keep = self._take_along(tokens, keep)
-        if self.heirs == "nearest" and self._may_halt(layer):
-            tokens.bequeath(keep)
+        if self.merge == "nearest" and self._may_halt(layer):
+            tokens.merge_nearest(keep)
         return Verdict(keep, gate=self._gate(tokens, score, keep), record=record)
 
     def _supervise(self, layer: int, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Section 3.3: scores, and who goes on by their sums; None: nobody was planned to stop yet."""
-        tap, plan, before = tokens.tap, tokens.notes["plan"], tokens.notes["cumulative"]
-        assert tap is not None
+        probe, plan, before = tokens.probe, tokens.notes["plan"], tokens.notes["cumulative"]
+        assert probe is not None
         early = self.relative and layer < self.stages[0] and "forced" not in tokens.notes
         if tokens.rows is not None:
             prefix = 0 if self.halt_class else tokens.prefix
             limit = self._of_images(tokens, "threshold")
             rule = Halt(self.gamma, self.beta, self.follow, layer, limit, prefix)
-            score, total, keep, rows = halt(tap, plan, before, tokens.counted, rule, tokens.notes.get("forced"))
+            score, total, keep, rows = halt(probe, plan, before, tokens.counted, rule, tokens.notes.get("forced"))
             tokens.listed = (keep, rows)
         else:
-            feature = torch.sub(wide(tap), plan - layer, alpha=self.follow)
+            feature = torch.sub(wide(probe), plan - layer, alpha=self.follow)
             score = torch.sigmoid(torch.addcmul(self.beta, self.gamma, feature))
             total = before + score
             keep = None
             if not early:
-                keep = tokens.decide(layer - 1, total < self.dialled(tokens, "threshold"))
+                keep = tokens.decide(layer - 1, total < self.operating_value(tokens, "threshold"))
         tokens.notes["cumulative"] = total
         return score, None if early else keep
 
@@ -282,14 +283,16 @@ class AHT(Method):
             record = {"plan": plan}
         else:
             standing = planner.standing(tokens, x)
-            plan = layer + (blocks - layer) * torch.sigmoid((standing - self.dialled(tokens, "bar")) / self.softness)
+            plan = layer + (blocks - layer) * torch.sigmoid(
+                (standing - self.operating_value(tokens, "bar")) / self.softness
+            )
             record = {"plan": plan, "standing": standing}
         tokens.notes["plan"] = plan
         return record
 
     def _of_images(self, tokens: Tokens, name: str) -> Any:
         """`dialled`, for kernels: one value, or one for each image."""
-        value = self.dialled(tokens, name)
+        value = self.operating_value(tokens, name)
         return value if value is getattr(self, name) else value[:, 0]
 
     def _may_halt(self, layer: int) -> bool:
@@ -298,7 +301,7 @@ class AHT(Method):
 
     def _take_along(self, tokens: Tokens, keep: Tensor) -> Tensor:
         """Those who halt join the image's rest token; the first of the first ones becomes it."""
-        size, old = tokens.notes["standing_for"], tokens.notes["rest"]
+        size, old = tokens.notes["size"], tokens.notes["rest"]
         leaving = tokens.counted & ~keep & ~tokens.is_prefix & ~old
         none_yet = tokens.per_image(tokens.image_sum(old.to(size.dtype)) == 0)
         chosen = leaving & none_yet & (tokens.rank(leaving.to(size.dtype)) == 0)
@@ -306,7 +309,7 @@ class AHT(Method):
         total = tokens.image_sum(weight)
         mean = tokens.image_sum(weight[..., None] * wide(tokens.x)) / total.clamp_min(1)[:, None]
         rest = tokens.notes["rest"] = old | chosen
-        tokens.stand_for(rest, tokens.per_image(mean), tokens.per_image(total))
+        tokens.set_merged(rest, tokens.per_image(mean), tokens.per_image(total))
         return keep | rest
 
     def _gate(self, tokens: Tokens, score: Tensor, keep: Tensor) -> Tensor | None:
@@ -315,7 +318,7 @@ class AHT(Method):
             return None
         survival = tokens.notes["survival"] = tokens.notes["survival"] * (1 - score)
         always = tokens.is_prefix & (not self.halt_class)
-        if self.heirs == "rest":
+        if self.merge == "rest":
             always = always | tokens.notes["rest"]
         return torch.where(always, 1.0, keep + (survival - survival.detach()))
 
@@ -356,8 +359,8 @@ class AHT(Method):
         distances = []
         for where, values in zip(trace.lives, trace.values):
             if "standing" in values:
-                live = where.sheet()[:, trace.prefix :]
-                distance = (where.sheet(values["standing"])[:, trace.prefix :] - wanted) ** 2
+                live = where.dense_rows()[:, trace.prefix :]
+                distance = (where.dense_rows(values["standing"])[:, trace.prefix :] - wanted) ** 2
                 distances.append(ranks.share((distance * live).sum(), live.sum()))
         return torch.stack(distances).mean()
 
@@ -388,7 +391,7 @@ class AHT(Method):
         assert self.hidden is not None
         width, hidden = self.shape.width, self.hidden
         total = tokens  # gamma * f
-        if self.heirs == "nearest" and self._may_halt(depth + 1):
+        if self.merge == "nearest" and self._may_halt(depth + 1):
             total = total + tokens**2 * self.shape.head_size
         if depth + 1 in self.stages:
             total = total + tokens * (width * hidden + hidden) + (tokens > 0) * width * hidden

@@ -24,7 +24,7 @@ class AViT(Method):
     """
 
     paper = "A-ViT: Adaptive Tokens for Efficient Vision Transformer, 2022"
-    dial_per_image = True
+    per_image_point = True
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class AViT(Method):
             f"target_depth = {self.target_depth}",
             f"this backbone has blocks 1..{shape.blocks}",
         )
-        self.dial = ("threshold", 1e-6, float(shape.blocks))
+        self.operating_point = ("threshold", 1e-6, float(shape.blocks))
         require(0 <= self.neuron < shape.width, f"neuron = {self.neuron}", f"the blocks' output has {shape.width}")
 
     def start(self, tokens: Tokens) -> Tokens:
@@ -73,7 +73,7 @@ class AViT(Method):
         score = torch.ones_like(feature) if last else torch.sigmoid(self.gamma * feature + self.beta)  # Eq. 5
         before = tokens.notes["cumulative"]
         cumulative = tokens.notes["cumulative"] = before + score
-        keep = cumulative < self.dialled(tokens, "threshold")  # Eq. 4
+        keep = cumulative < self.operating_value(tokens, "threshold")  # Eq. 4
         if not self.halt_class:
             keep = keep | tokens.is_prefix
         return halting_verdict(tokens, before, score, tokens.decide(depth, keep) & (not last))

@@ -18,7 +18,7 @@ class Confidence(Method):
     `threshold`."""
 
     paper = "confidence threshold, as compared with in A-ViT, 2022"
-    dial_per_image = True
+    per_image_point = True
 
     def __init__(self, threshold: Share = 0.9, min_depth: int = 1, supervision: Supervision = "linear") -> None:
         """
@@ -28,7 +28,7 @@ class Confidence(Method):
         """
         super().__init__()
         self.threshold, self.min_depth, self.supervision = threshold, min_depth, supervision
-        self.dial = ("threshold", 0.0, 1.0)
+        self.operating_point = ("threshold", 0.0, 1.0)
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
@@ -45,7 +45,7 @@ class Confidence(Method):
             return Verdict(tokens.decide(depth, None))
         answer = tokens.read()
         confidence = tokens.per_image(wide(answer).softmax(-1).amax(-1))
-        keep = confidence <= self.dialled(tokens, "threshold")
+        keep = confidence <= self.operating_value(tokens, "threshold")
         return Verdict(tokens.decide(depth, keep), record={"score": confidence}, exit=answer)
 
     def decides(self, depth: int) -> bool:

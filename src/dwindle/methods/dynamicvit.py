@@ -74,7 +74,7 @@ class DynamicViT(Method):
         self.keep: Tensor
         self.register_buffer("keep", torch.tensor(float(keep)))  # a tensor: turned without compiling anew
         self.lambda_ratio, self.lambda_features, self.gumbel = lambda_ratio, lambda_features, gumbel
-        self.dial = ("keep", 0.0, 1.0) if count == "fixed" else ("threshold", 1.0, 0.0)
+        self.operating_point = ("keep", 0.0, 1.0) if count == "fixed" else ("threshold", 1.0, 0.0)
         self.predictors = nn.ModuleDict()
 
     def bind(self, shape: Shape) -> None:
@@ -109,7 +109,7 @@ class DynamicViT(Method):
 
     def _drawn(self, tokens: Tokens, logit: Tensor) -> tuple[Tensor, Tensor]:
         """Gumbel-softmax of (drop, keep): the difference of two Gumbel variables is logistic."""
-        u = tokens.take(torch.rand(tokens.shape, device=logit.device, dtype=logit.dtype)).clamp(1e-6, 1 - 1e-6)
+        u = tokens.gather(torch.rand(tokens.shape, device=logit.device, dtype=logit.dtype)).clamp(1e-6, 1 - 1e-6)
         soft = torch.sigmoid(logit + u.log() - (1 - u).log())
         return soft, soft > 0.5
 

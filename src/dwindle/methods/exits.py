@@ -19,7 +19,7 @@ def image_state(tokens: Tokens, rows: Tensor) -> Tensor:
     if not tokens.prefix:
         return tokens.image_mean(rows)
     numbers = torch.arange(tokens.place.numel(), device=rows.device).view_as(tokens.place)
-    row = tokens.where.sheet(numbers, fill=-1)[:, 0]  # (B,) where each image's first token is, if it is live
+    row = tokens.where.dense_rows(numbers, fill=-1)[:, 0]  # (B,) where each image's first token is, if it is live
     return torch.where(row[:, None] >= 0, rows.flatten(0, -2).index_select(0, row.clamp_min(0)), 0.0)
 
 

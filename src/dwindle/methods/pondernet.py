@@ -26,7 +26,7 @@ class PonderNet(Method):
     """
 
     paper = "PonderNet: Learning to Ponder, 2021"
-    dial_per_image = True
+    per_image_point = True
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class PonderNet(Method):
         self.gamma = nn.Parameter(torch.tensor(float(gamma)))
         self.beta = nn.Parameter(torch.tensor(float(beta)))
         self.neuron, self.prior, self.beta_kl, self.threshold = neuron, prior, beta_kl, threshold
-        self.dial = ("threshold", 1e-6, 1.0)
+        self.operating_point = ("threshold", 1e-6, 1.0)
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
@@ -65,7 +65,7 @@ class PonderNet(Method):
             feature = wide(image_state(tokens, tokens.x[..., self.neuron, None])[:, 0])
             score = tokens.per_image(torch.sigmoid(self.gamma * feature + self.beta))
             going = tokens.notes["going"] = tokens.notes["going"] * (1 - score)
-            keep = None if self.training else 1 - going < self.dialled(tokens, "threshold")
+            keep = None if self.training else 1 - going < self.operating_value(tokens, "threshold")
         answer = tokens.read() if self.training else None
         return Verdict(tokens.decide(depth, keep), record={"score": score}, exit=answer)
 

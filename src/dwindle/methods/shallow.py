@@ -25,7 +25,7 @@ class Shallow(Method):
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
         require(self.depth <= shape.blocks, f"depth = {self.depth}", f"this backbone has blocks 1..{shape.blocks}")
-        self.dial = ("depth", 1.0, float(shape.blocks))
+        self.operating_point = ("depth", 1.0, float(shape.blocks))
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
         done = depth + 1 >= self.depth

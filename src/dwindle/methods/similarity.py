@@ -16,7 +16,10 @@ from ..core.trace import Trace
 from ..settings import AtLeast0
 from .exits import Supervision, depth_weights, read_macs
 
-FARTHEST = {"mse": 16.0, "cosine": 2.0}  # a distance few answers, or none, can have: the cheap end of the dial
+FARTHEST = {
+    "mse": 16.0,
+    "cosine": 2.0,
+}  # a distance few answers, or none, can have: the cheap end of the operating point
 
 
 class Similarity(Method):
@@ -24,7 +27,7 @@ class Similarity(Method):
     than `threshold`."""
 
     paper = "similarity gauging, as compared with in A-ViT, 2022"
-    dial_per_image = True
+    per_image_point = True
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class Similarity(Method):
         """
         super().__init__()
         self.threshold, self.kind, self.min_depth, self.supervision = threshold, kind, min_depth, supervision
-        self.dial = ("threshold", FARTHEST[kind], 0.0)
+        self.operating_point = ("threshold", FARTHEST[kind], 0.0)
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
@@ -60,7 +63,7 @@ class Similarity(Method):
         # Notes live on rows, where a state is smaller than an answer: the state is kept, and read again.
         answer, earlier = tokens.read(), replace(tokens, x=before).read()
         distance = tokens.per_image(self.distance(wide(answer), wide(earlier)))
-        keep = distance >= self.dialled(tokens, "threshold")
+        keep = distance >= self.operating_value(tokens, "threshold")
         return Verdict(tokens.decide(depth, keep), record={"score": distance}, exit=answer)
 
     def distance(self, answer: Tensor, earlier: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ class ToMe(Method):
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
-        self.dial = ("r", shape.tokens() / 2, 0.0)
+        self.operating_point = ("r", shape.tokens() / 2, 0.0)
         if self.budget is not None:
             self.r = self._r_for(budget_share(self.budget, shape))
 
@@ -47,8 +47,8 @@ class ToMe(Method):
         return super().config | ({"budget": None} if hasattr(self, "shape") else {"r": None} if self.budget else {})
 
     @classmethod
-    def from_config(cls, options: dict[str, Any]) -> ToMe:
-        return cls(**options | ({} if options.get("r") is None else {"budget": None}))
+    def from_config(cls, options: dict[str, Any]) -> Self:
+        return super().from_config(options | ({} if options.get("r") is None else {"budget": None}))
 
     def _r_for(self, goal: float) -> float:
         def cost(r: float) -> float:

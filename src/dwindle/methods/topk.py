@@ -35,7 +35,7 @@ class TopK(Method):
         self.budget, self.fuse = budget, fuse
         self.keep: Tensor
         self.register_buffer("keep", torch.tensor(float(keep)))  # a tensor: turned without compiling anew
-        self.dial = ("keep", 0.0, 1.0)
+        self.operating_point = ("keep", 0.0, 1.0)
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)

@@ -70,7 +70,7 @@ class Askers:
     """
 
     halves: tuple[Tensor, Tensor]  # (B, n) which of the T; each with an n of its own
-    home: Tensor  # (T,) where each asker is among the early ones of all sequences followed by the late ones
+    flat_index: Tensor  # (T,) where each asker is among the early ones of all sequences followed by the late ones
 
     @staticmethod
     def of(keep_BN: Tensor) -> Askers:
@@ -102,4 +102,4 @@ def attend_asked(q_T: Tensor, place_T: Tensor, k: Tensor, v: Tensor, askers: Ask
         grouped = q.shape[1] != keys.shape[1]
         out = F.scaled_dot_product_attention(q, keys, values, seen, enable_gqa=grouped)
         heard.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(heard).index_select(0, askers.home)
+    return torch.cat(heard).index_select(0, askers.flat_index)

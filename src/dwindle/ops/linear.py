@@ -62,7 +62,7 @@ Corner = tuple[int, int]  # the first outputs and the first inputs of a layer
 FAVOURITES: dict[str, Library] = {"AuthenticAMD": OneDNN, "GenuineIntel": MKL}
 
 
-class Packed(NamedTuple):
+class PackedWeight(NamedTuple):
     """A layer's weight, or a corner of it, as a library wants it."""
 
     library: Library
@@ -144,7 +144,7 @@ class Packs:
     """Linear layers whose weights are never written to again, each packed when first asked for: `packs(layer, x)`."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[nn.Linear, Corner | None], Packed] = {}
+        self._made: dict[tuple[nn.Linear, Corner | None], PackedWeight] = {}
         self._once: dict[Any, dict[Any, Any]] = {}
 
     def __call__(self, layer: nn.Linear, x: Tensor, corner: Corner | None = None) -> Tensor:
@@ -172,11 +172,11 @@ class Packs:
         outputs, inputs = corner or (layer.out_features, layer.in_features)
         return x.numel() // x.shape[-1] * outputs * inputs >= WORTH and available()
 
-    def _pack(self, layer: nn.Linear, corner: Corner | None) -> Packed:
+    def _pack(self, layer: nn.Linear, corner: Corner | None) -> PackedWeight:
         used, whole = library(layer.weight.dtype), layer.weight.detach()
         assert used is not None
         part = whole if corner is None else whole[: corner[0], : corner[1]].contiguous()
-        made = self._made[layer, corner] = Packed(used, part if used.asks_weight else None, used.pack(part))
+        made = self._made[layer, corner] = PackedWeight(used, part if used.asks_weight else None, used.pack(part))
         return made
 
     def once(self, owner: Any, key: Any, make: Callable[[], Any]) -> Any:

@@ -156,7 +156,7 @@ def halt(
     counts, starts, rows = (
         torch.empty(n, dtype=torch.int32, device=new.device) for n in (images, images + 1, new.numel())
     )
-    dialled = isinstance(rule.threshold, Tensor)
+    operating_value = isinstance(rule.threshold, Tensor)
     # Rows of the images before are looked at in as few steps as can be: a step is a wait for memory.
     earlier = min(power_of_two(max(images - 1, 1) * tokens), 16 if interpreted() else 8192) if few(images) else 2
     kernels().halt_kernel[(images,)](
@@ -175,13 +175,13 @@ def halt(
         rule.beta,
         float(rule.follow),
         rule.layer,
-        0.0 if dialled else float(rule.threshold),
-        rule.threshold if dialled else tap_BN,
+        0.0 if operating_value else float(rule.threshold),
+        rule.threshold if operating_value else tap_BN,
         images,
         tokens,
         rule.prefix,
         FORCED=forced_BN is not None,
-        DIALLED=dialled,
+        DIALLED=operating_value,
         LIST=few(images),
         BN=power_of_two(tokens),
         BB=earlier,
@@ -190,5 +190,5 @@ def halt(
     )
     if few(images):
         return score, total, new, Rows(rows, starts)
-    sheet = new.view(torch.uint8)
-    return score, total, new, listed(sheet, sheet, counts)[0]
+    dense_rows = new.view(torch.uint8)
+    return score, total, new, listed(dense_rows, dense_rows, counts)[0]

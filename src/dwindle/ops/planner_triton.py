@@ -109,9 +109,9 @@ def supervise(
     DIALLED: tl.constexpr,
 ):
     """Scores, sums, and 1 for those who go on."""
-    tap = tl.load(tap_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    probe = tl.load(tap_ptr + at, mask=inside, other=0.0).to(tl.float32)
     plan = tl.load(plan_ptr + at, mask=inside, other=0.0)
-    score = tl.sigmoid(gamma * (tap + follow * (layer - plan)) + beta)
+    score = tl.sigmoid(gamma * (probe + follow * (layer - plan)) + beta)
     total = tl.load(sum_ptr + at, mask=inside, other=0.0) + score
     if FORCED:
         keep = tl.load(forced_ptr + at, mask=inside, other=0) > layer

@@ -96,7 +96,7 @@ def _gelu_rough(x: Tensor) -> Tensor:
 def normed_linear_ref(
     x_RD: Tensor, rows: Rows, layer: Affine, act: str, tap_R: Tensor | None = None, neuron: int = 0
 ) -> Tensor:
-    """(R, out) compact: act(W norm(x) + b); the neuron's value before `act` goes to its row of `tap`."""
+    """(R, out) compact: act(W norm(x) + b); the neuron's value before `act` goes to its row of `probe`."""
     live = rows.live()
     x = x_RD[live].float()
     y = x @ layer.weight.float().T

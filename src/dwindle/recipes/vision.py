@@ -254,7 +254,7 @@ def _aht(cost: float, **options: Any) -> dict[str, Any]:
     """AHT-ViT for a cost: the less of it, the earlier planners must speak (docs/methods/aht.md, Heirs)."""
     stages = (4, 6, 8) if cost > 0.6 else (2, 4, 6, 8, 10)
     # The budget says what may be spent and the teacher's answers what tokens are worth: no ponder cost beside them.
-    return {"budget": cost, "stages": stages, "heirs": "nearest", "lambda_p": 0.0, **options}
+    return {"budget": cost, "stages": stages, "merge": "nearest", "lambda_p": 0.0, **options}
 
 
 def _cifar100() -> Recipe:
@@ -321,8 +321,8 @@ def cifar100_deit_tiny() -> Comparison:
             _ablation("stages 3-6-9", stages=(3, 6, 9)),
             _ablation("stages 2-4-6-8-10", stages=(2, 4, 6, 8, 10)),
             _ablation("class token may halt", halt_class=True),
-            _ablation("no heirs", heirs="none"),
-            _ablation("one rest token", heirs="rest"),
+            _ablation("no heirs", merge="none"),
+            _ablation("one rest token", merge="rest"),
             _ablation("no importance", lambda_i=0.0),
             _ablation("no straight-through", straight_through=False),
         ),

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module
 
-from ..core.backbone import Parts
+from ..core.backbone import BlockParts
 from ..core.tokens import Packed
-from ..ops.heirs import hand_over, heirs
 from ..ops.linear import Packs, roomy
+from ..ops.merging import add_merged, nearest_key
 
 
 def _quick_gelu_(x: Tensor) -> Tensor:
@@ -45,28 +45,36 @@ def watched_everywhere() -> bool:
 
 
 @dataclass
-class Lean(Packed):
-    apart: dict[nn.Module, Parts | None] = field(default_factory=dict)
+class CpuPacked(Packed):
+    block_parts: dict[nn.Module, BlockParts | None] = field(default_factory=dict)
     packs: Packs = field(default_factory=Packs)
-    bequeathing: bool = False  # those who stop now have heirs
+    merging: bool = False  # those who stop now have heirs
 
     @staticmethod
-    def begin(x_BND: Tensor, prefix: int, apart: dict[nn.Module, Parts | None], packs: Packs) -> Lean:
+    def begin(x_BND: Tensor, prefix: int, block_parts: dict[nn.Module, BlockParts | None], packs: Packs) -> CpuPacked:
         plain = Packed.start(x_BND, prefix)
-        return Lean(plain.x, plain.shape, prefix, home=plain.home, lengths=plain.lengths, apart=apart, packs=packs)
+        return CpuPacked(
+            plain.x,
+            plain.shape,
+            prefix,
+            flat_index=plain.flat_index,
+            lengths=plain.lengths,
+            block_parts=block_parts,
+            packs=packs,
+        )
 
     def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Packed:
-        parts = self.apart.get(block)
+        parts = self.block_parts.get(block)
         if parts is None:
             return super().update(call, block)
-        self.x, self.tap = self._think(parts, self._attend(parts, self.x))
+        self.x, self.probe = self._think(parts, self._attend(parts, self.x))
         return self
 
     def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """Too narrow to be packed for its speed; in bf16 it is, as it would meet any number of rows."""
         return self.packs(layer, x) if x.dtype == torch.bfloat16 else layer(x)
 
-    def _attend(self, parts: Parts, x_TD: Tensor) -> Tensor:
+    def _attend(self, parts: BlockParts, x_TD: Tensor) -> Tensor:
         """x plus its attention update."""
         normed = _norm(parts.norm1, x_TD)
         made = [self.packs(layer, normed) for layer in parts.qkv]  # one layer, or three
@@ -78,42 +86,42 @@ class Lean(Packed):
         update = self.packs(parts.proj, mixed[0].transpose(0, 1).flatten(1))
         return _added(x_TD, update, parts.scale1)
 
-    def _think(self, parts: Parts, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _think(self, parts: BlockParts, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
         """x plus its MLP's update, and the neuron that was asked for."""
         normed = _norm(parts.norm2, x_TD)
-        if self.packs.takes(parts.rise, normed) and self.packs.takes(parts.fall, normed):
+        if self.packs.takes(parts.fc1, normed) and self.packs.takes(parts.fc2, normed):
             normed = roomy(normed)  # the rows that fill up stay until the sum
-        hidden = self.packs(parts.rise, normed)
-        tap = None if self.tapped is None else hidden[: len(x_TD)].select(1, self.tapped).clone()
-        update = self.packs(parts.fall, ACTIVATIONS[parts.act](hidden))[: len(x_TD)]
-        return _added(x_TD, update, parts.scale2), tap
+        hidden = self.packs(parts.fc1, normed)
+        probe = None if self.probed is None else hidden[: len(x_TD)].select(1, self.probed).clone()
+        update = self.packs(parts.fc2, ACTIVATIONS[parts.act](hidden))[: len(x_TD)]
+        return _added(x_TD, update, parts.scale2), probe
 
     def mean_over_heads(self, rows_HTE: Tensor) -> Tensor:
         """Head by head: torch is slow to sum over so few."""
         exact = rows_HTE.dtype == torch.float32  # in half precision each sum would be rounded
         return reduce(torch.add, rows_HTE).div_(len(rows_HTE)) if exact else super().mean_over_heads(rows_HTE)
 
-    def bequeath(self, keep: Tensor) -> None:
+    def merge_nearest(self, keep: Tensor) -> None:
         if not self.prefix_stays:
-            return super().bequeath(keep)
-        self.bequeathing = True  # done in `move`, when it is known who stays and who not
+            return super().merge_nearest(keep)
+        self.merging = True  # done in `move`, when it is known who stays and who not
 
     def move(self, order: Tensor, count: int) -> Packed:
-        if self.bequeathing:
+        if self.merging:
             self.notes.pop("key_bias", None)  # it will be another
         after = super().move(order, count)
-        if self.bequeathing:
+        if self.merging:
             assert self.keys is not None and "final" not in self.notes
             keys, (_, lost) = self.keys.index_select(0, order), after.stopped[-1]
             left = [before - now for before, now in zip(self.lengths, after.lengths)]
-            heir = heirs(keys[count:], keys[:count], left, after.lengths, self.prefix)
-            size, given = after.notes["standing_for"], self.notes["standing_for"].index_select(0, order[count:])
-            after.x, size = hand_over(lost, given, heir, after.x, size)
-            after.notes |= {"standing_for": size, "key_bias": size.log()}
+            into = nearest_key(keys[count:], keys[:count], left, after.lengths, self.prefix)
+            size, given = after.notes["size"], self.notes["size"].index_select(0, order[count:])
+            after.x, size = add_merged(lost, given, into, after.x, size)
+            after.notes |= {"size": size, "key_bias": size.log()}
         return after
 
     def forget(self) -> dict[str, Any]:
-        return super().forget() | {"bequeathing": False}
+        return super().forget() | {"merging": False}
 
 
 def _norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:

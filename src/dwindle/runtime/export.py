@@ -28,8 +28,8 @@ from ..core.model import AdaptiveViT
 from ..errors import DwindleError, unknown
 from ..evaluate.bench import milliseconds
 from ..io.images import load_image, preprocess_of
-from .flow import Flow, depth_of
 from .int8 import is_int8
+from .padded import Padded, depth_of
 
 FORMS = {"onnx": ".onnx", "torch-export": ".pt2", "aoti": ".pt2"}
 TOLERANCE = 1e-4  # of logits, where the decisions are the same
@@ -47,7 +47,7 @@ class Graph(nn.Module):
         """moves: blocks after which live rows are moved together; None: each at which tokens may stop."""
         super().__init__()
         self.model = model
-        self.start = partial(Flow.start, front=model.backbone.front, moves=moves)
+        self.start = partial(Padded.start, front=model.backbone.front, moves=moves)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         out = self.model.run(images, self.start)

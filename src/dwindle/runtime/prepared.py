@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..core.backbone import replaced
 from ..errors import DwindleError
 from ..ops.linear import Packs
-from .cpu import Lean, takes, watched_everywhere
+from .cpu import CpuPacked, takes, watched_everywhere
 from .cuda.graph import Engine
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ class PreparedViT(Prepared):
 
     @property
     def method(self) -> Method:
-        """The copy's: its dial and threshold may be turned."""
+        """The copy's: its operating point and threshold may be turned."""
         return self._model.method
 
     @torch.no_grad()
-    def __call__(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> Output:
+    def __call__(self, images: Tensor, depths: Tensor | None = None, operating_point: Tensor | None = None) -> Output:
         """As the model's own forward in eval."""
         model: AdaptiveViT = self._model
         model.check_images(images)
@@ -86,20 +86,28 @@ class PreparedViT(Prepared):
         if depths is None:
             model.method.tell_unready()
         if self._engine is not None and not watched_everywhere():
-            return self._engine(images, depths, dial)
+            return self._engine(images, depths, operating_point)
         if not takes(images):
-            return model(images, "packed", depths, dial)
-        out = model.run(images, partial(Lean.begin, apart=self._apart, packs=self._packs), depths, dial)
+            return model(images, "packed", depths, operating_point)
+        out = model.run(
+            images, partial(CpuPacked.begin, block_parts=self._apart, packs=self._packs), depths, operating_point
+        )
         model.check_logits(out.logits, images)
         return out
 
-    def inputs(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> list[Tensor | None]:
+    def inputs(
+        self, images: Tensor, depths: Tensor | None = None, operating_point: Tensor | None = None
+    ) -> list[Tensor | None]:
         """Where a batch like this one is read; on a CPU where it lies. See `Engine.inputs`."""
-        return [images, depths, dial] if self._engine is None else self._engine.inputs(images, depths, dial)
+        return (
+            [images, depths, operating_point]
+            if self._engine is None
+            else self._engine.inputs(images, depths, operating_point)
+        )
 
     def path(self, images: Tensor) -> str:
         """What runs a batch like this one: 'graph' or 'packed' on a GPU, 'lean' on a CPU."""
-        return "lean" if self._engine is None else self._engine.path(images)
+        return "cpu" if self._engine is None else self._engine.path(images)
 
 
 def quickest(model: Any) -> Callable[..., Output]:

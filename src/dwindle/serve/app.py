@@ -154,9 +154,9 @@ def create_app(
 
     async def answer(asked: Asked, image: Any, budget: float | None, top: int, model: str | None) -> dict[str, Any]:
         served = chosen(model)
-        dial = served.dial(budget)
+        operating_point = served.operating_point(budget)
         pixels = await seen(asked, served, image, served.pixels)
-        return await batcher.classify(served, pixels, dial, top, asked.gone) | {"budget": budget}
+        return await batcher.classify(served, pixels, operating_point, top, asked.gone) | {"budget": budget}
 
     @app.post("/v1/batch", openapi_extra=BATCH_BODY, responses=BATCH | ERRORS)
     async def batch(request: Request) -> Response:
@@ -193,11 +193,11 @@ def create_app(
                 with batcher.place_for(passes):
                     image, (budget, top, model) = await settings(request, body, budget, top, model)
                     served = chosen(model)
-                    dial = served.dial(budget)
+                    operating_point = served.operating_point(budget)
                     pixels, picture = await seen(
                         asked, served, image, lambda part: (served.pixels(part), _data_url(part))
                     )
-                    told = await batcher.alone(lambda: served.explain(pixels, dial, top), passes, asked.gone)
+                    told = await batcher.alone(lambda: served.explain(pixels, operating_point, top), passes, asked.gone)
                     return JSONResponse(told | {"budget": budget, "seen": picture})
 
     @app.get("/v1/models", responses=MODELS | ERRORS)

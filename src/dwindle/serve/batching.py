@@ -30,7 +30,7 @@ class Job:
     future: asyncio.Future
     served: Served | None = None
     image: Tensor | None = None
-    dial: float | None = None
+    operating_point: float | None = None
     top: int = 5
     call: Callable[[], Any] | None = None
     images: int = 1  # that it is counted as
@@ -42,7 +42,7 @@ class Job:
         """Jobs of the same key can share a batch."""
         if self.served is None or self.image is None:
             return None
-        return self.served.name, self.served.group(self.dial), tuple(self.image.shape)
+        return self.served.name, self.served.group(self.operating_point), tuple(self.image.shape)
 
     def answer(self, value: Any) -> None:
         def settle() -> None:
@@ -109,11 +109,11 @@ class Batcher:
         self,
         served: Served,
         image: Tensor,
-        dial: float | None,
+        operating_point: float | None,
         top: int,
         gone: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any]:
-        return await self._put(Job(*_waiting(), served, image, dial, top, gone=gone))
+        return await self._put(Job(*_waiting(), served, image, operating_point, top, gone=gone))
 
     async def alone(self, call: Callable[[], Any], images: int = 1, gone: Callable[[], bool] = lambda: False) -> Any:
         return await self._put(Job(*_waiting(), call=call, images=images, gone=gone))
@@ -207,7 +207,7 @@ class Batcher:
             return [first.call()]
         assert first.served is not None
         images = torch.stack([job.image for job in batch if job.image is not None])
-        out = first.served.run(images, [job.dial for job in batch])
+        out = first.served.run(images, [job.operating_point for job in batch])
         answers = first.served.answers(out, max(job.top for job in batch))
         return [answer | {"top": answer["top"][: job.top]} for answer, job in zip(answers, batch)]
 

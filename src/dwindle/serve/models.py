@@ -1,4 +1,4 @@
-"""A model as the server runs it: which setting of its dial meets a budget, and what it says of an image."""
+"""A model as the server runs it: which setting of its operating point meets a budget, and what it says of an image."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..runtime.export import check_images
 from ..runtime.prepared import PreparedViT
 from .limits import Refused
 
-POINTS = 14  # settings of the dial whose cost is measured at the start
+POINTS = 14  # settings of the operating point whose cost is measured at the start
 ROUNDS = 3  # of timing an explained image
 PASSES = 1 + 2 * ROUNDS  # of a model, for an explained image
 
@@ -39,7 +39,7 @@ class Served:
         self.classes = class_names(model)
         self.method = type(model.method).__name__
         self.photos = check_images(model).to(self.device, self.dtype)
-        self.trained = _dial_value(model)
+        self.trained = _operating_value(model)
         with torch.inference_mode():
             self.table = _table(model, self.fast, torch.cat([self.photos, self.photos.flip(-1)]), points)
             self.own_share = float(model.cost(self.fast(self.photos).trace))
@@ -49,12 +49,14 @@ class Served:
         """The lowest budget, where there is one to set."""
         return round(self.table[0][0], 3) if self.table else None
 
-    def dial(self, budget: float | None) -> float | None:
+    def operating_point(self, budget: float | None) -> float | None:
         """The setting at which the photographs cost that share; None: as trained."""
         if budget is None:
             return self.trained
         if not self.table:
-            raise Refused(422, f"budget = {budget:g}: {self.name} ({self.method}) has no dial; leave the budget out.")
+            raise Refused(
+                422, f"budget = {budget:g}: {self.name} ({self.method}) has no operating point; leave the budget out."
+            )
         if not self.table[0][0] - 5e-4 <= budget <= 1:
             raise Refused(
                 422, f"budget = {budget:g}: {self.name} can be set from {self.least:g} to 1 of its static cost."
@@ -65,21 +67,21 @@ class Served:
                 return cheap + min(max(share, 0.0), 1.0) * (dear - cheap)
         return self.table[-1][1]
 
-    def group(self, dial: float | None) -> float | None:
+    def group(self, operating_point: float | None) -> float | None:
         """Images of the same group can share a batch: all, if each can have its own setting."""
-        return None if self.model.method.dial_per_image else dial
+        return None if self.model.method.per_image_point else operating_point
 
     @torch.inference_mode()
-    def run(self, pixels: Tensor, dials: Sequence[float | None]) -> Output:
+    def run(self, pixels: Tensor, operating_points: Sequence[float | None]) -> Output:
         """pixels: (B, height, width, 3), as `prepare` gives them."""
         images = self._images(pixels)
-        if self.model.method.dial_per_image and self.trained is not None:
-            return self.fast(images, dial=torch.tensor(dials, dtype=torch.float32))
+        if self.model.method.per_image_point and self.trained is not None:
+            return self.fast(images, operating_point=torch.tensor(operating_points, dtype=torch.float32))
         if self.trained is None:
             return self.fast(images)
-        assert dials[0] is not None
+        assert operating_points[0] is not None
         with self.turning:  # the model has one setting at a time
-            turn(self.fast, dials[0])
+            turn(self.fast, operating_points[0])
             return self.fast(images)
 
     def _images(self, pixels: Tensor) -> Tensor:
@@ -114,12 +116,15 @@ class Served:
             for n in range(len(out.logits))
         ]
 
-    def explain(self, pixels: Tensor, dial: float | None, top: int = 5) -> dict[str, Any]:
+    def explain(self, pixels: Tensor, operating_point: float | None, top: int = 5) -> dict[str, Any]:
         """An image alone, and what happened to each of its patches."""
-        out, image = self.run(pixels[None], [dial]), self._images(pixels[None])
+        out, image = self.run(pixels[None], [operating_point]), self._images(pixels[None])
         with torch.inference_mode():  # turn about, so that both see the same machine
             rounds = [
-                (self._timed(lambda: self.run(pixels[None], [dial])), self._timed(lambda: self.model.vit(image)))
+                (
+                    self._timed(lambda: self.run(pixels[None], [operating_point])),
+                    self._timed(lambda: self.model.vit(image)),
+                )
                 for _ in range(ROUNDS)
             ]
         trace = out.trace
@@ -179,16 +184,18 @@ def beside(first: Served, method: Method, name: str) -> Served:
     return Served(name, model)
 
 
-def _dial_value(model: AdaptiveViT) -> float | None:
-    return None if model.method.dial is None else float(getattr(model.method, model.method.dial[0]))
+def _operating_value(model: AdaptiveViT) -> float | None:
+    return (
+        None if model.method.operating_point is None else float(getattr(model.method, model.method.operating_point[0]))
+    )
 
 
 def _table(model: AdaptiveViT, fast: PreparedViT, images: Tensor, points: int) -> list[tuple[float, float]]:
-    """(share of the static cost, dial), rising; denser where the cost changes fast. The dial is left as it was."""
-    if model.method.dial is None:
+    """(share of the static cost, operating point), rising; denser where the cost changes fast. Leaves it as it was."""
+    if model.method.operating_point is None:
         return []
-    _, cheap, dear = model.method.dial
-    own = _dial_value(model)
+    _, cheap, dear = model.method.operating_point
+    own = _operating_value(model)
     assert own is not None
 
     def cost(value: float) -> float:

@@ -152,11 +152,11 @@ def accuracy_by_cost(groups: Sequence[CostGroup]) -> Figure:
 def dial_curve(
     gmacs: Sequence[float], top1: Sequence[float], trained: tuple[float, float], static: tuple[float, float]
 ) -> Figure:
-    """Accuracy against cost as the dial is turned after training; the setting as trained, and nothing halted."""
+    """Accuracy against cost as the operating point is turned; the setting as trained, and nothing halted."""
     figure = canvas(7.0, 4.2)
     axis = figure.add_subplot()
     order = np.argsort(gmacs)
-    axis.plot(np.asarray(gmacs)[order], np.asarray(top1)[order], color="C0", marker="o", label="dial turned")
+    axis.plot(np.asarray(gmacs)[order], np.asarray(top1)[order], color="C0", marker="o", label="operating point turned")
     axis.plot(*trained, color="C3", marker="*", markersize=15, linestyle="none", label="as trained")
     axis.plot(*static, color="C1", marker="D", linestyle="none", markeredgecolor="0.3", label="static")
     axis.set(xlabel="GMACs per image", ylabel="top-1 (%)")
@@ -227,7 +227,7 @@ def cost_groups(gmacs: np.ndarray, adaptive: np.ndarray, static: np.ndarray, cou
 
 def spread_settings(cost: Callable[[float], float], one: float, other: float, count: int, probes: int) -> list[float]:
     """Settings between two whose costs lie about evenly, cheapest first: the widest gap in cost is halved again and
-    again, for on most dials nearly all of the change happens in a small part of the range."""
+    again, for with most settings nearly all of the change happens in a small part of the range."""
     known = {value: cost(value) for value in (one, other)}
     finest = 1e-4 * abs(other - one)  # a cost that jumps is not looked into for ever
     while len(known) < probes:

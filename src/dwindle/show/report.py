@@ -26,10 +26,10 @@ from ..evaluate.analysis import (
     Measured,
     Progress,
     Stream,
-    dials,
     measure,
     measure_static,
-    turn_dial,
+    operating_points,
+    sweep,
 )
 from ..files import check_folder, write_text
 from ..io.checkpoint import find, load, load_halting, read_config
@@ -94,7 +94,7 @@ def report(
     page.costs()
     page.classes(names)
     page.curves(dict(zip(_run_names(folders), metrics)))
-    page.dial(stream)
+    page.operating_point(stream)
     return page.write(folders[0].resolve().name, images)
 
 
@@ -261,17 +261,17 @@ class Page:
         alt = f"Training curves of {', '.join(known)}."
         return self.add(title, text, self.picture(charts.training_curves(known), "training", alt, wide=True))
 
-    def dial(self, stream: Stream) -> None:
+    def operating_point(self, stream: Stream) -> None:
         """One curve for each thing that can be turned."""
-        title, method = "Turning the dial after training", type(self.model.method).__name__
+        title, method = "Turning the operating point after training", type(self.model.method).__name__
         rows = np.random.default_rng(0).permutation(len(stream.images))[:TURNED_IMAGES]  # data may lie class by class
-        turned = dials(self.model)
+        turned = operating_points(self.model)
         if not turned:
             return self.skip(title, f"{method} has nothing to turn after training, so it has one cost only.")
-        for i, dial in enumerate(turned):
-            name = dial[0]
+        for i, operating_point in enumerate(turned):
+            name = operating_point[0]
             heading = title if i == 0 else f"Turning the {name} after training"
-            trained, *points = turn_dial(self.model, stream, rows, dial)
+            trained, *points = sweep(self.model, stream, rows, operating_point)
             if len(points) < 2:
                 self.skip(heading, f"Turning {method}'s {name} does not change what images cost.")
                 continue
@@ -284,7 +284,7 @@ class Page:
             )
             static = self.base.gmacs, 100 * float(self.base.top1[rows].mean())
             figure = charts.dial_curve(gmacs, top1, (trained["gmacs"], trained["top1"]), static)
-            key = "dial" if i == 0 else name
+            key = "operating_point" if i == 0 else name
             self.numbers[key] = {"name": name, "trained": trained, "points": points}
             self.add(heading, text, self.picture(figure, key, f"Curve of accuracy against cost. {text}"))
 

@@ -20,7 +20,7 @@ from .teacher import Answers, Teacher, fast
 WORTH_COMPILING = 200_000  # images; compiling takes about as long as these take without
 
 
-class Lesson(nn.Module):
+class LossModule(nn.Module):
     """What a batch teaches: from images, labels and what the teacher said, to the loss and what the batch cost."""
 
     def __init__(self, model: AdaptiveViT, teacher: Teacher | None, recipe: Recipe, device: torch.device) -> None:
@@ -64,10 +64,10 @@ class Step:
         its answers count, in the order of the data's classes."""
         self.model, self.recipe, self.device = model, recipe, device
         self.teacher = None if teacher is None else Teacher(teacher, model.method, recipe, device, answers, classes)
-        self.bare = Lesson(model, self.teacher, recipe, device)
+        self.bare = LossModule(model, self.teacher, recipe, device)
         # FSDP's parameters were sharded before the optimiser was made.
         exchanged = ranks.together() and recipe.parallel == "ddp"
-        self.lesson: Any = _exchanging(self.bare, device) if exchanged else self.bare
+        self.loss_module: Any = _exchanging(self.bare, device) if exchanged else self.bare
         self.begun = False
         self.recorded: Recorded | None = None
         self.alone = [p for p in model.parameters() if not p.dim()] if recipe.parallel == "fsdp" else []
@@ -134,25 +134,29 @@ class Step:
 
     def _exchange(self, last: bool) -> contextlib.AbstractContextManager:
         """DDP exchanges gradients at the last micro-batch only; in its first step always, where it learns the graph."""
-        return contextlib.nullcontext() if last or not self.begun or self.lesson is self.bare else self.lesson.no_sync()
+        return (
+            contextlib.nullcontext()
+            if last or not self.begun or self.loss_module is self.bare
+            else self.loss_module.no_sync()
+        )
 
     def backward(
         self, x: Tensor, y: Tensor, weights: Tensor | None, *said: Tensor, share: float = 1.0
     ) -> dict[str, Tensor]:
         """weights: of the terms, on the device; None: as they are now."""
-        terms = self.lesson(x, y, weights, *said)
+        terms = self.loss_module(x, y, weights, *said)
         (share * terms["total"]).backward()
         return {name: value.detach().float() for name, value in terms.items()}
 
 
-def _exchanging(lesson: Lesson, device: torch.device) -> nn.Module:
+def _exchanging(loss_module: LossModule, device: torch.device) -> nn.Module:
     """DDP: gradients become their means over ranks."""
     ddp = nn.parallel.DistributedDataParallel
     # Buffers are moved by the same sums on every rank and need no broadcast; newer torch has a new name for this.
     new = "forward_sync_buffers" in inspect.signature(ddp).parameters
     options: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": False}
     # A static graph: which parameters a method leaves unused does not change from step to step.
-    return ddp(lesson, device_ids=[device.index] if device.type == "cuda" else None, static_graph=True, **options)
+    return ddp(loss_module, device_ids=[device.index] if device.type == "cuda" else None, static_graph=True, **options)
 
 
 def shard(model: AdaptiveViT) -> None:

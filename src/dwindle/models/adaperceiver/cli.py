@@ -73,10 +73,10 @@ def evaluate(
         only_for("networks that classify", policy=policy, exit=exit, exits=exits, holdout=holdout)
         only_for("networks that classify", skip_corrupt=skip_corrupt or None)
         return _evaluate_dense(model, checkpoint, data, batch, limit, workers, device, setting)
-    looks = numbers("--exits", exits, int) if exits else None
+    exit_depths = numbers("--exits", exits, int) if exits else None
 
     def ask(fast: Any, images: Tensor) -> Output:
-        return fast(images, exit=exit, exits=looks, **setting)
+        return fast(images, exit=exit, exits=exit_depths, **setting)
 
     if policy is not None:
         chooser = load_policy(model, policy)
@@ -84,7 +84,7 @@ def evaluate(
         def ask(fast: Any, images: Tensor) -> Output:
             patches = fast.embed(images)
             chosen = chooser.to(images.device, images.dtype).choose(patches)
-            return fast(images, *chosen, setting["width"], exit, looks, patches)
+            return fast(images, *chosen, setting["width"], exit, exit_depths, patches)
 
     images = evaluation_images(model, data, limit, holdout=holdout, preprocess=preprocess_for(model))
     images.skip = skip_corrupt
@@ -93,7 +93,7 @@ def evaluate(
         return
     if policy is not None:
         result["gmacs"] = round(result["gmacs"] + chooser.macs / 1e9, 4)
-    chosen = setting | {"exit": exit, "exits": looks, "policy": policy and str(policy)}
+    chosen = setting | {"exit": exit, "exits": exit_depths, "policy": policy and str(policy)}
     named = {name: value for name, value in chosen.items() if value is not None}
     _tell(checkpoint, data, result, named, images)
 
@@ -182,8 +182,8 @@ def _bench_exit(
     """Early exit against the whole network, on the same images for every batch size and confidence."""
     from .grid import exit_latencies
 
-    looks = numbers("--exits", exits, int) if exits else None
-    kinds = (None, looks) if looks else (None,)
+    exit_depths = numbers("--exits", exits, int) if exits else None
+    kinds = (None, exit_depths) if exit_depths else (None,)
     asked = [(tau, some) for tau in numbers("--exit", exit, float) for some in kinds]
     photos = first(open_data(data, "test"), max(TIMED, *batches), seed=0)
     prepare = preprocess_for(model).eval_transform()

@@ -137,11 +137,11 @@ def grid(
     show_table(f"latency, batch {batch}, {dtype} on {place}", columns, [[row[c] for c in columns] for row in latency])
     lagging = result["lagging"]
     if lagging and len(model.readouts) > 1:
-        renew = {late: max(d for d in range(1, late) if d not in lagging) for late in lagging}
+        reinit_from = {late: max(d for d in range(1, late) if d not in lagging) for late in lagging}
         aside.print(
             f"Answers after block {' and '.join(map(str, lagging))} are worse than after the block before, at every "
             "setting: the read-out may have learned badly. What trains it anew: "
-            + plain(f'--set weights={checkpoint} --set freeze_backbone=true --set "renew={renew}"'),
+            + plain(f'--set weights={checkpoint} --set freeze_backbone=true --set "reinit_from={reinit_from}"'),
             soft_wrap=True,
         )
     finish({k: v for k, v in result.items() if k != "rows"} | {"out": str(out)})
@@ -181,9 +181,9 @@ def policies(
         check_folder(out)
     model, place = load_network(checkpoint), device_for(device)
     taus, lambdas = numbers("--thresholds", thresholds, float), numbers("--prices", prices, float)
-    looks = numbers("--exits", exits, int) if exits else None
-    if looks:
-        check_exits(model, looks)
+    exit_depths = numbers("--exits", exits, int) if exits else None
+    if exit_depths:
+        check_exits(model, exit_depths)
     if max(taus) > 1:
         raise DwindleError(f"--thresholds {thresholds}: they are confidences, in (0, 1].")
     learns = epochs > 0 and lambdas
@@ -203,7 +203,7 @@ def policies(
             taus,
             lambdas,
             epochs,
-            looks=looks,
+            exit_depths=exit_depths,
             device=place,
             progress=lambda what, images: bar.advance(tasks[what], images),
         )

@@ -81,9 +81,9 @@ class AdaCompare(Results):
         self.resident: Any = None  # decoded once for all runs
         self.answers = Answers()  # of the teacher: all runs of a seed see the same batches
         base = comparison.base
-        if base.renew is not None:
+        if base.reinit_from is not None:
             raise DwindleError(
-                f"renew = {base.renew}: it mends a network that is trained, a comparison trains; leave it out."
+                f"reinit_from = {base.reinit_from}: it mends a trained network, a comparison trains; leave it out."
             )
         with torch.device("meta"):
             self.whole = AdaPerceiver.preset(base.model, **base.method_options)

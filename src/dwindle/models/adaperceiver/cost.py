@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from .model import AdaPerceiver
 
 
-def looks(ends: tuple[int, ...]) -> int:
+def exit_depths(ends: tuple[int, ...]) -> int:
     """Pairs of latents that a mask of these steps lets meet."""
     return sum((end - start) * end for start, end in zip((0, *ends), ends))
 
 
 def block_macs(model: AdaPerceiver, tokens: int, width: int, pairs: int | None = None) -> int:
     """pairs: of latents that meet; not given, those of the network's mask."""
-    d, pairs = model.width, looks(model.ends(tokens)) if pairs is None else pairs
+    d, pairs = model.width, exit_depths(model.ends(tokens)) if pairs is None else pairs
     return tokens * (4 * d * d + 2 * d * model.hidden(width)) + 2 * d * pairs
 
 

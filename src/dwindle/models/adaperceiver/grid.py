@@ -22,7 +22,7 @@ from ...runtime.memory import kept_pages
 from .cost import setting_macs
 from .model import AdaPerceiver
 from .prepared import PreparedPerceiver
-from .settings import Looks
+from .settings import Exits
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 
@@ -155,7 +155,7 @@ def latencies(
 def exit_latencies(
     model: AdaPerceiver,
     images: Tensor,
-    asked: Sequence[tuple[float, Looks]],
+    asked: Sequence[tuple[float, Exits]],
     batch: int,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -172,16 +172,16 @@ def exit_latencies(
     filled = torch.arange(-(-len(images) // batch) * batch) % len(images)
     batches = images[filled].to(place, dtype).split(batch)
 
-    def run(exit: float | None, looks: Looks) -> list[Trace]:
-        return [fast(part, exit=exit, exits=looks).trace for part in batches]
+    def run(exit: float | None, exit_depths: Exits) -> list[Trace]:
+        return [fast(part, exit=exit, exits=exit_depths).trace for part in batches]
 
-    calls = [partial(run, tau, looks) for tau, looks in [(None, None), *asked]]
+    calls = [partial(run, tau, exit_depths) for tau, exit_depths in [(None, None), *asked]]
     macs = [float(torch.cat([model.macs(trace) for trace in call()]).mean()) for call in calls]
     spent = [[t / len(batches) for t in times] for times in milliseconds(calls, seconds, place)]
     return [
-        {"exit": tau, "exits": looks, "gmacs": round(cost / 1e9, 4), "promised": round(macs[0] / cost, 3)}
+        {"exit": tau, "exits": exit_depths, "gmacs": round(cost / 1e9, 4), "promised": round(macs[0] / cost, 3)}
         | _timed(times, spent[0])
-        for (tau, looks), cost, times in zip([(None, None), *asked], macs, spent)
+        for (tau, exit_depths), cost, times in zip([(None, None), *asked], macs, spent)
     ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...core.model import Output
 from ...runtime.cuda import recording
 from ...runtime.cuda.keep import Keeper, refusals
-from .settings import Looks, Setting, trace_of
+from .settings import Exits, Setting, trace_of
 
 if TYPE_CHECKING:
     from .model import AdaPerceiver
@@ -37,13 +37,13 @@ class Leaving:
         keeper: Keeper[AdaPerceiver],
         images: Tensor,
         setting: Setting,
-        looks: Looks = None,
+        exit_depths: Exits = None,
     ) -> None:
         """keeper: knows the model, and the memory that all its recordings work in, one at a time. looks: depths after
         which images may leave; None: all.
         """
         self.keeper, self.setting, last = keeper, setting, setting[1]
-        ends = [depth for depth in range(1, last) if looks is None or depth in looks]
+        ends = [depth for depth in range(1, last) if exit_depths is None or depth in exit_depths]
         self.stretches = list(zip([0, *ends], [*ends, last]))  # blocks done before, and done with it
         self.held, self.autocast = recording.held(keeper.model), recording.autocast_as_now()
         count, place = len(images), images.device

@@ -19,7 +19,7 @@ from ...errors import DwindleError, unknown
 from .blocks import Product, any_batch, numbers, plain
 from .cost import setting_macs, trace_macs
 from .network import Network
-from .settings import Choice, Looks, check, settings, trace_of
+from .settings import Choice, Exits, check, settings, trace_of
 
 if TYPE_CHECKING:
     from .prepared import PreparedPerceiver
@@ -84,7 +84,7 @@ class AdaPerceiver(Network):
         depth: Choice = None,
         width: Choice = None,
         exit: float | None = None,
-        exits: Looks = None,
+        exits: Exits = None,
         patches: Tensor | None = None,
     ) -> Output:
         """Each setting is one number, or one per image. exit: leave where the answer's confidence reaches it; exits:
@@ -114,7 +114,7 @@ class AdaPerceiver(Network):
         depth: Choice = None,
         width: Choice = None,
         exit: float | None = None,
-        exits: Looks = None,
+        exits: Exits = None,
         patches: Tensor | None = None,
         linear: Product = plain,
     ) -> Output:
@@ -122,7 +122,7 @@ class AdaPerceiver(Network):
         width, which are sliced; in a group those that are done leave. So no image's result depends on another's.
         """
         check(self, images, exit, exits)
-        looks = frozenset(range(1, self.depth) if exits is None else exits) if exit is not None else frozenset()
+        exit_depths = frozenset(range(1, self.depth) if exits is None else exits) if exit is not None else frozenset()
         count = len(images)
         t_B, d_B, w_B = settings(self, tokens, depth, width, count)
         groups: dict[tuple[int, int], list[int]] = {}
@@ -138,7 +138,7 @@ class AdaPerceiver(Network):
             for (t, w), rows in sorted(groups.items()):
                 mine = patches if len(rows) == count else patches.index_select(0, on(images.device, rows))
                 for depth_done, some, answer, feature in self._group(
-                    mine, rows, d_B, t, w, exit or 1.0, looks, reads, linear
+                    mine, rows, d_B, t, w, exit or 1.0, exit_depths, reads, linear
                 ):
                     left += some
                     logits.append(answer)
@@ -159,7 +159,7 @@ class AdaPerceiver(Network):
         t: int,
         w: int,
         exit: float,
-        looks: frozenset[int],
+        exit_depths: frozenset[int],
         reads: Tensor,
         linear: Product,
     ) -> Iterator[tuple[int, list[int], Tensor, Tensor]]:
@@ -180,7 +180,7 @@ class AdaPerceiver(Network):
         for at, block in enumerate(self.blocks, 1):
             z = block(z, turn, attend, self.hidden(w), linear=linear)
             due = [d_B[i] <= at for i in rows]
-            asks = at in looks
+            asks = at in exit_depths
             if not (asks or any(due)):
                 continue
             if asks:  # everyone is read out

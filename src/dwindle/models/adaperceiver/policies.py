@@ -25,7 +25,7 @@ from .cost import setting_macs
 from .grid import Batches, Grid, grid
 from .grid import rows as settings
 from .model import AdaPerceiver
-from .settings import Looks
+from .settings import Exits
 
 Option = tuple[int, int]  # tokens and depth, at full width
 SOME = 4096  # training images that tell how many blocks a number of tokens can do with
@@ -63,14 +63,16 @@ def fixed(model: AdaPerceiver, found: Grid) -> list[dict[str, Any]]:
     ]
 
 
-def exits(found: Grid, threshold: float, tokens: Tensor, most: Tensor | None = None, looks: Looks = None) -> Tensor:
+def exits(
+    found: Grid, threshold: float, tokens: Tensor, most: Tensor | None = None, exit_depths: Exits = None
+) -> Tensor:
     """(n,) the depth, from 1, at which each image is sure enough; tokens: (n,) index of its granularity; most: (n,) the
     depth at which it leaves in any case; looks: depths after which it may leave before, None: all.
     """
     at = torch.arange(len(tokens))
     sure = found.confidence[-1][:, tokens, at] >= threshold  # (L, n)
-    if looks is not None:
-        sure[[depth - 1 for depth in range(1, len(sure) + 1) if depth not in looks]] = False
+    if exit_depths is not None:
+        sure[[depth - 1 for depth in range(1, len(sure) + 1) if depth not in exit_depths]] = False
     sure[-1] = True
     depths = sure.int().argmax(0) + 1
     return depths if most is None else depths.minimum(most)
@@ -82,12 +84,14 @@ def early_exit(
     threshold: float,
     tokens: Tensor,
     most: Tensor | None = None,
-    looks: Looks = None,
+    exit_depths: Exits = None,
 ) -> tuple[Tensor, Tensor]:
     """I.2, each image by its own confidence: what was right (n,), and the MACs with a read-out at every look."""
-    at, depths = torch.arange(len(tokens)), exits(found, threshold, tokens, most, looks)
+    at, depths = torch.arange(len(tokens)), exits(found, threshold, tokens, most, exit_depths)
     every = range(1, model.depth + 1)
-    reads = {d: 1 + len([look for look in (every if looks is None else set(looks)) if look < d]) for d in every}
+    reads = {
+        d: 1 + len([look for look in (every if exit_depths is None else set(exit_depths)) if look < d]) for d in every
+    }
     price = torch.tensor(
         [[float(setting_macs(model, t, d, model.width, reads=reads[d])) for d in every] for t in model.tokens],
         dtype=torch.float64,
@@ -320,7 +324,7 @@ def judged(
     prices: Sequence[float],
     epochs: int,
     *,
-    looks: Looks = None,
+    exit_depths: Exits = None,
     amp: bool = True,
     device: str | torch.device = "cpu",
     progress: Callable[[str, int], None] = lambda what, images: None,
@@ -347,7 +351,7 @@ def judged(
         )
         picks = choices(model, policies, test(), device)
         made = [Learned(*what, policy, picked) for what, policy, picked in zip(wanted, policies, picks)]
-    return table_6(model, found, [(one.price, one.policy, one.picked) for one in made], thresholds, looks), made
+    return table_6(model, found, [(one.price, one.policy, one.picked) for one in made], thresholds, exit_depths), made
 
 
 def _first(batches: Batches, images: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -364,7 +368,7 @@ def table_6(
     found: Grid,
     policies: Sequence[tuple[float, PolicyNetwork, Tensor]] = (),
     thresholds: Sequence[float] = (0.8, 0.9, 0.95),
-    looks: Looks = None,
+    exit_depths: Exits = None,
 ) -> list[dict[str, Any]]:
     """Every policy; where looks are given, early exit after these blocks only, beside that after all. Beside each row:
     `fixed_top1`, what the trained numbers of tokens reach at its cost, between two by share; `best_fixed_top1`, the
@@ -379,8 +383,8 @@ def table_6(
     count = found.correct.shape[-1]
     for threshold in thresholds:
         for g, tokens in enumerate(model.tokens):
-            for some in (None, looks) if looks else (None,):
-                correct, macs = early_exit(model, found, threshold, torch.full((count,), g), looks=some)
+            for some in (None, exit_depths) if exit_depths else (None,):
+                correct, macs = early_exit(model, found, threshold, torch.full((count,), g), exit_depths=some)
                 after = f", after {'-'.join(map(str, some))}" if some else ""
                 rows.append(result(f"exit (t = {tokens}, tau = {threshold}{after})", correct, macs))
     for price, policy, picked in policies:

@@ -14,7 +14,7 @@ from ...runtime.cpu import takes
 from ...runtime.prepared import Prepared
 from .blocks import Product
 from .recorded import Recorder, records
-from .settings import Choice, Looks, check, settings
+from .settings import Choice, Exits, check, settings
 
 if TYPE_CHECKING:
     from .model import AdaPerceiver
@@ -38,7 +38,7 @@ class PreparedPerceiver(Prepared):
         depth: Choice = None,
         width: Choice = None,
         exit: float | None = None,
-        exits: Looks = None,
+        exits: Exits = None,
         patches: Tensor | None = None,
     ) -> Output:
         network = self._network

@@ -21,8 +21,8 @@ class AdaRecipe(Recipe):
     """`model` names a preset, `method.NAME` changes its settings, `weights` is None or a checkpoint to begin from.
 
     freeze_backbone: only the write head, the output token and the classifier learn (D.2).
-    renew: with freeze_backbone and a read-out for each depth; {9: 8}: only the ninth block's read-out learns, and it
-        begins as the eighth's. For one that is no better than the one before it.
+    reinit_from: with freeze_backbone and a read-out for each depth; {9: 8}: only the ninth block's read-out learns, and
+        it begins as the eighth's. For one that is no better than the one before it.
     distill: 'soft' or 'hard' answers; 'features': output tokens towards the teacher's patches, for a dense network.
     """
 
@@ -38,7 +38,7 @@ class AdaRecipe(Recipe):
     largest_weight: AtLeast0 = 0.0  # of the most tokens at full depth once more, beside their share in the mean
     full_width: Share = 0.0  # share of the images that run at full width whatever was drawn for them
     mask_steps: Inside = 0.5  # chance of each step of an open mask, but the last, to be there in a training step
-    renew: dict | None = None
+    reinit_from: dict | None = None
     optimizer: Literal["adamw", "soap"] = "adamw"  # or 'soap', from pytorch-optimizer
     attention: Attention | None = None  # None: the fastest. An open mask trains by 'mask'
 
@@ -60,12 +60,12 @@ class AdaRecipe(Recipe):
             raise DwindleError(f"attention = {self.attention}: an open mask trains by 'mask'; leave it out.")
         if not sum(self.stages):
             raise DwindleError(f"stages = {self.stages}: give three shares of the epochs, such as (0.4, 0.4, 0.2).")
-        if self.renew is not None:
-            self._check_renew()
+        if self.reinit_from is not None:
+            self._check_reinit()
 
-    def _check_renew(self) -> None:
-        given = f"renew = {self.renew}"
-        if not self.renew or not all(type(depth) is int for pair in self.renew.items() for depth in pair):
+    def _check_reinit(self) -> None:
+        given = f"reinit_from = {self.reinit_from}"
+        if not self.reinit_from or not all(type(depth) is int for pair in self.reinit_from.items() for depth in pair):
             raise DwindleError(f"{given}: name depths by whole numbers, such as {{9: 8}}, or leave it out.")
         for fits, wanted in (
             (self.freeze_backbone and self.weights is not None, "weights=RUN freeze_backbone=true"),

@@ -17,7 +17,7 @@ from ...core.model import Output
 from ...runtime.cuda import recording
 from ...runtime.cuda.keep import GRAPHS, Keeper, refusals
 from .leaving import Leaving
-from .settings import Looks, Setting
+from .settings import Exits, Setting
 
 if TYPE_CHECKING:
     from .model import AdaPerceiver
@@ -51,38 +51,38 @@ class Recorder(Keeper["AdaPerceiver"]):
         depth: int,
         width: int,
         exit: float | None = None,
-        exits: Looks = None,
+        exits: Exits = None,
     ) -> Output:
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         setting = (tokens, depth, width)
-        looks = None if exits is None else tuple(sorted(set(exits)))
-        how = (exit is None, looks, autocast, self.model.attention, self.model.mask)
+        exit_depths = None if exits is None else tuple(sorted(set(exits)))
+        how = (exit is None, exit_depths, autocast, self.model.attention, self.model.mask)
         key = (images.shape, images.dtype, images.device, setting, *how)
         path = self._paths.get(key)
         out = None if path is None or exit is not None else path(images, exit)
         if out is None:
             # Who leaves at a look is a decision, which another order of sums may change: it is recorded at once.
             if path is None and (exit is not None or key in self._paths):
-                path = self._record(images, setting, exit is not None, looks)
-            out = (path or self._eager(setting, looks))(images, exit)
+                path = self._record(images, setting, exit is not None, exit_depths)
+            out = (path or self._eager(setting, exit_depths))(images, exit)
         self._paths[key] = path
         self._paths.move_to_end(key)
         if len(self._paths) > self.most:
             self._paths.popitem(last=False)
         return out
 
-    def _eager(self, setting: Setting, looks: Looks) -> Path:
-        return lambda images, exit: self.model.run(images, *setting, exit, looks)
+    def _eager(self, setting: Setting, exit_depths: Exits) -> Path:
+        return lambda images, exit: self.model.run(images, *setting, exit, exit_depths)
 
-    def _record(self, images: Tensor, setting: Setting, leaving: bool, looks: Looks) -> Path:
+    def _record(self, images: Tensor, setting: Setting, leaving: bool, exit_depths: Exits) -> Path:
         try:
-            return Leaving(self, images, setting, looks) if leaving else Recorded(self, images, setting)
+            return Leaving(self, images, setting, exit_depths) if leaving else Recorded(self, images, setting)
         except torch.OutOfMemoryError:
             raise
         except refusals() as error:
             reason, at = str(error).splitlines()[0], (tuple(images.shape), *setting)
             log.warning("AdaPerceiver cannot be recorded (%s); %s runs eager", reason, at)
-            return self._eager(setting, looks)
+            return self._eager(setting, exit_depths)
 
 
 class Recorded:

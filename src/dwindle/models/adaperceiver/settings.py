@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Choice = int | Sequence[int] | Tensor | None
 Setting = tuple[int, int, int]  # tokens, depth, width
-Looks = Sequence[int] | None  # depths after which images may leave; None: all
+Exits = Sequence[int] | None  # depths after which images may leave; None: all
 
 
 def settings(model: AdaPerceiver, tokens: Choice, depth: Choice, width: Choice, count: int) -> tuple[list[int], ...]:
@@ -55,7 +55,7 @@ def _chosen(model: AdaPerceiver, name: str, given: Choice, count: int, default: 
     return values
 
 
-def check(model: AdaPerceiver, images: Tensor, exit: float | None = None, exits: Looks = None) -> None:
+def check(model: AdaPerceiver, images: Tensor, exit: float | None = None, exits: Exits = None) -> None:
     sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == model.channels
     if not sized or any(not side or side % model.patch for side in images.shape[-2:]):
         raise DwindleError(

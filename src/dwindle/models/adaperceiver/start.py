@@ -31,11 +31,13 @@ def begin_from(
     """
     other: Any = load(source)
     if renewed and not head:
-        raise DwindleError(f"weights = {source} has other classes than the data, and renew keeps its; take its data.")
+        raise DwindleError(
+            f"weights = {source} has other classes than the data, and reinit_from keeps its; take its data."
+        )
     if renewed and not _same_readouts(model, other):
         raise DwindleError(
-            f"weights = {source} has no read-outs that renew could keep: it must be an AdaPerceiver with one for each "
-            f"of {model.depth} depths and {model.classes} classes; give weights=RUN, the network to mend."
+            f"weights = {source} has no read-outs that reinit_from could keep: it must be an AdaPerceiver with one for "
+            f"each of {model.depth} depths and {model.classes} classes; give weights=RUN, the network to mend."
         )
     if isinstance(other, AdaPerceiver):
         one = len(model.tokens) == 1 and model.tokens == other.tokens  # then no mask hides anything
@@ -159,11 +161,11 @@ def _block(block: Any, part: Any) -> None:
     _copy(block.attn.qkv, part.qkv[0])
     _copy(block.attn.proj, part.proj)
     hidden = block.ffn.fc1.out_features
-    order = (part.rise.weight.norm(dim=1) * part.fall.weight.norm(dim=0)).argsort(descending=True)[:hidden]
-    block.ffn.fc1.weight.copy_(part.rise.weight[order])
-    block.ffn.fc1.bias.copy_(part.rise.bias[order])
-    block.ffn.fc2.weight.copy_(part.fall.weight[:, order])
-    block.ffn.fc2.bias.copy_(part.fall.bias)
+    order = (part.fc1.weight.norm(dim=1) * part.fc2.weight.norm(dim=0)).argsort(descending=True)[:hidden]
+    block.ffn.fc1.weight.copy_(part.fc1.weight[order])
+    block.ffn.fc1.bias.copy_(part.fc1.bias[order])
+    block.ffn.fc2.weight.copy_(part.fc2.weight[:, order])
+    block.ffn.fc2.bias.copy_(part.fc2.bias)
     block.scale1.copy_(part.scale1 if part.scale1 is not None else torch.ones_like(block.scale1))
     block.scale2.copy_(part.scale2 if part.scale2 is not None else torch.ones_like(block.scale2))
 

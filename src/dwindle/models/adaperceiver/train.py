@@ -89,12 +89,12 @@ class AdaRun(Run):
                 recipe.weights,
                 self._some_images(),
                 recipe.freeze_backbone,
-                recipe.renew is not None,
+                recipe.reinit_from is not None,
                 self.head_fits,
             )
         self.model.to(self.device)
         if recipe.freeze_backbone:
-            _freeze(self.model, recipe.renew)
+            _freeze(self.model, recipe.reinit_from)
         self.resident = self._decoded(resident)
         self.batch = min(recipe.batch, len(self.train_images))
         if recipe.mixup or recipe.cutmix:
@@ -371,17 +371,17 @@ def feature_loss(answers: Tensor, wanted: Tensor) -> Tensor:
     return (COSINE * cosine + MAGNITUDE * size).flatten(1).mean(-1)
 
 
-def _freeze(model: AdaPerceiver, renew: dict[int, int] | None) -> None:
-    """D.2: the write head, the output tokens and the last linear layer learn on; or those of some depths, as `renew`
-    says."""
+def _freeze(model: AdaPerceiver, reinit_from: dict[int, int] | None) -> None:
+    """D.2: the write head, the output tokens and the last linear layer learn on; or those of some depths, as
+    `reinit_from` says."""
     model.requires_grad_(False)
-    if renew is None:
+    if reinit_from is None:
         model.readouts.requires_grad_(True)
         return
     depths = range(1, model.depth + 1)
-    if not all(depth in depths for pair in renew.items() for depth in pair):
-        raise DwindleError(f"renew = {renew}: the network has read-outs for depths 1 to {model.depth}.")
-    held = {source: copy.deepcopy(model.readout(source).state_dict()) for source in renew.values()}
-    for depth, source in renew.items():
+    if not all(depth in depths for pair in reinit_from.items() for depth in pair):
+        raise DwindleError(f"reinit_from = {reinit_from}: the network has read-outs for depths 1 to {model.depth}.")
+    held = {source: copy.deepcopy(model.readout(source).state_dict()) for source in reinit_from.values()}
+    for depth, source in reinit_from.items():
         model.readout(depth).load_state_dict(held[source])
         model.readout(depth).requires_grad_(True)

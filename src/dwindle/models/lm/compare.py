@@ -114,7 +114,7 @@ class LMCompare(Results):
         return evaluate(model, self.text.val if ids is None else ids, **(self._options() | options))
 
     def _seen(self) -> Tensor:
-        """Training text to set dials on, as much as there is to validate."""
+        """Training text to set operating points on, as much as there is to validate."""
         return self.text.train[: len(self.text.val)]
 
     def _path(self, name: str, seed: int) -> Path:

@@ -76,10 +76,10 @@ def evaluate(
 
 
 def calibrate(model: AdaptiveLM, ids: Tensor, saved: float, **options: Any) -> float:
-    """Turn the router's dial so that this share of token-layer operations is skipped; returns the share reached."""
-    if model.method.dial is None:
+    """Turn the operating point so that this share of token-layer operations is skipped; returns the share reached."""
+    if model.method.operating_point is None:
         raise DwindleError(f"{type(model.method).__name__} has nothing to turn after training; train it to save more.")
-    name, cheap, dear = model.method.dial
+    name, cheap, dear = model.method.operating_point
 
     def cost(value: float) -> float:
         setattr(model.method, name, value)

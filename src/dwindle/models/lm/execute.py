@@ -142,7 +142,7 @@ class AdaptiveLM(nn.Module):
             *_, rows, askers = given
             torch._dynamo.maybe_mark_dynamic(rows, 0)  # who runs, and nothing else: known sizes make better code
             if askers is not None:
-                torch._dynamo.maybe_mark_dynamic(askers.home, 0)
+                torch._dynamo.maybe_mark_dynamic(askers.flat_index, 0)
                 for half in askers.halves:
                     torch._dynamo.maybe_mark_dynamic(half, 1)
             return compiled(*given)

@@ -63,7 +63,8 @@ class Router(nn.Module):
 
     registry: ClassVar[dict[str, type[Router]]] = {}
     paper: ClassVar[str] = ""
-    dial: ClassVar[tuple[str, float, float] | None] = None  # what sets the cost after training: name, cheapest, dearest
+    # What sets the cost after training, its cheapest and its dearest value.
+    operating_point: ClassVar[tuple[str, float, float] | None] = None
     keys: str = "offered"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -114,7 +115,7 @@ class EarlyExit(Router):
     """
 
     paper = "Elbayad et al., Depth-Adaptive Transformer, ICLR 2020; the copied states are theirs"
-    dial = ("threshold", 0.0, 1.0)
+    operating_point = ("threshold", 0.0, 1.0)
 
     def __init__(self, threshold: Share = 0.9) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ class MoD(Router):
     """
 
     paper = "Raposo et al., Mixture-of-Depths, arXiv 2404.02258"
-    dial = ("tau", 1.0, 0.0)
+    operating_point = ("tau", 1.0, 0.0)
     keys = "withheld"
 
     def __init__(self, capacity: Share = 0.5, every: Whole1 = 2, tau: Share = 0.5) -> None:

@@ -27,7 +27,7 @@ class TSA(Router):
     """
 
     paper = "Adaptive Computation Depth via Learned Token Routing in Transformers, 2026"
-    dial = ("tau", 1.0, 0.0)
+    operating_point = ("tau", 1.0, 0.0)
 
     def __init__(
         self,

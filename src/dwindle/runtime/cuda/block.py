@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...core.backbone import Parts
+from ...core.backbone import BlockParts
 from ...ops.rows import Affine, HeadNorm, Rows, add_linear, attend_rows, normed_linear
 
 
@@ -17,8 +17,8 @@ class Ready:
 
     qkv: Affine
     proj: Affine
-    rise: Affine
-    fall: Affine
+    fc1: Affine
+    fc2: Affine
     scale1: Tensor
     scale2: Tensor
     act: str
@@ -28,7 +28,7 @@ class Ready:
 
     @staticmethod
     @torch.no_grad()
-    def of(parts: Parts) -> Ready:
+    def of(parts: BlockParts) -> Ready:
         weight = torch.cat([layer.weight.detach() for layer in parts.qkv])
         biases = [layer.bias.detach() for layer in parts.qkv if layer.bias is not None]
         ones = torch.ones(len(parts.proj.weight), device=weight.device)
@@ -39,8 +39,8 @@ class Ready:
         return Ready(
             qkv=Affine.of(weight, torch.cat(biases) if biases else None, parts.norm1),
             proj=Affine.of(parts.proj.weight, parts.proj.bias),
-            rise=Affine.of(parts.rise.weight, parts.rise.bias, parts.norm2),
-            fall=Affine.of(parts.fall.weight, parts.fall.bias),
+            fc1=Affine.of(parts.fc1.weight, parts.fc1.bias, parts.norm2),
+            fc2=Affine.of(parts.fc2.weight, parts.fc2.bias),
             scale1=ones if parts.scale1 is None else parts.scale1.detach().float(),
             scale2=ones if parts.scale2 is None else parts.scale2.detach().float(),
             act=parts.act,
@@ -58,5 +58,5 @@ class Ready:
 
     def think(self, x_RD: Tensor, rows: Rows, tap_R: Tensor | None, neuron: int) -> None:
         """x += its MLP's update, in place."""
-        hidden = normed_linear(x_RD, rows, self.rise, self.act, tap_R, neuron)
-        add_linear(x_RD, rows, hidden, self.fall, self.scale2)
+        hidden = normed_linear(x_RD, rows, self.fc1, self.act, tap_R, neuron)
+        add_linear(x_RD, rows, hidden, self.fc2, self.scale2)

@@ -36,34 +36,36 @@ class Engine(Keeper["AdaptiveViT"]):
         self._paths: OrderedDict[tuple, tuple[tuple, Path]] = OrderedDict()  # by size; with the setting it is for
         self._ready = prepared(model)
 
-    def __call__(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> Output:
-        size, setting = self._size(images, depths, dial), self._setting()
+    def __call__(self, images: Tensor, depths: Tensor | None = None, operating_point: Tensor | None = None) -> Output:
+        size, setting = self._size(images, depths, operating_point), self._setting()
         known = self._paths.get(size)
         if known is None or known[0] != setting:
             self.model.check_images(images)
-            known = self._paths[size] = setting, self._made(images, depths, dial)
+            known = self._paths[size] = setting, self._made(images, depths, operating_point)
             if len(self._paths) > GRAPHS:
                 self._paths.popitem(last=False)
         self._paths.move_to_end(size)
         path = known[1]
-        out = path(images, depths, dial)
+        out = path(images, depths, operating_point)
         if isinstance(path, Recording) and self.model.checks and not path.finite():
             self.model.check_logits(out.logits, images)
         return out
 
     @staticmethod
-    def _size(images: Tensor, depths: Tensor | None, dial: Tensor | None) -> tuple:
+    def _size(images: Tensor, depths: Tensor | None, operating_point: Tensor | None) -> tuple:
         cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         shape = (room(len(images)), *images.shape[1:])
-        return shape, images.dtype, cast, _for_each(depths, images), _for_each(dial, images)
+        return shape, images.dtype, cast, _for_each(depths, images), _for_each(operating_point, images)
 
-    def inputs(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> list[Tensor | None]:
+    def inputs(
+        self, images: Tensor, depths: Tensor | None = None, operating_point: Tensor | None = None
+    ) -> list[Tensor | None]:
         """Where the graph for batches like this one reads them, filled with it. A batch that is written there (from the
         host at once, say) and given as these very tensors is not copied again; a call that gives others of this size
         copies them there. Where there is no graph: the tensors given."""
-        self(images, depths, dial)
-        _, path = self._paths[self._size(images, depths, dial)]
-        places = path.inputs if isinstance(path, Recording) else [images, depths, dial]
+        self(images, depths, operating_point)
+        _, path = self._paths[self._size(images, depths, operating_point)]
+        places = path.inputs if isinstance(path, Recording) else [images, depths, operating_point]
         return [None if place is None else place[: len(images)] for place in places]
 
     def path(self, images: Tensor) -> str:
@@ -75,21 +77,21 @@ class Engine(Keeper["AdaptiveViT"]):
         """The method's plain settings, constants of a recording; its tensors are read where they lie."""
         return tuple([v for v in vars(self.model.method).values() if isinstance(v, (bool, int, float, str, tuple))])
 
-    def _made(self, images: Tensor, depths: Tensor | None, dial: Tensor | None) -> Path:
+    def _made(self, images: Tensor, depths: Tensor | None, operating_point: Tensor | None) -> Path:
         """A recording wherever one can be made: which it is depends on the machine, the method and the size alone."""
 
-        def eager(images: Tensor, depths: Tensor | None, dial: Tensor | None) -> Output:
-            return self.model.run(images, Packed.start, depths, dial)
+        def eager(images: Tensor, depths: Tensor | None, operating_point: Tensor | None) -> Output:
+            return self.model.run(images, Packed.start, depths, operating_point)
 
         size = tuple(images.shape)
         if not available(images):
             log.info("engine: no Triton here; %s runs eager, packed", size)
             return eager
-        if False in self._size(images, depths, dial):  # not as many as there are images: the loop says so
+        if False in self._size(images, depths, operating_point):  # not as many as there are images: the loop says so
             return eager
         try:
             most = room(len(images))
-            given = [None if x is None else _filled(x, most) for x in (depths, dial)]
+            given = [None if x is None else _filled(x, most) for x in (depths, operating_point)]
             return Recording(self.model, self._ready, _filled(images, most), given[0], given[1], self.pool, self.turn)
         except torch.OutOfMemoryError:
             raise

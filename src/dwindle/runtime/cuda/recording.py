@@ -19,7 +19,7 @@ from ...core.trace import Trace
 from ...ops.patches import cut_by_matmul
 from ...ops.rows import Rows
 from .block import Ready
-from .live import Live
+from .listed import Listed
 
 if TYPE_CHECKING:
     from ...core.model import AdaptiveViT
@@ -34,7 +34,7 @@ class Recording:
         ready: dict[nn.Module, Ready],
         images: Tensor,
         depths: Tensor | None,
-        dial: Tensor | None,
+        operating_point: Tensor | None,
         pool: Any,
         turn: threading.Lock,
     ) -> None:
@@ -42,19 +42,21 @@ class Recording:
         self.turn = turn
         self.most = self.count = len(images)  # images there can be, and are
         with torch.inference_mode(False):  # calls in either mode will copy into them
-            self.inputs = [None if x is None else x.to(images.device).clone() for x in (images, depths, dial)]
+            self.inputs = [
+                None if x is None else x.to(images.device).clone() for x in (images, depths, operating_point)
+            ]
         self.held = held(model), ready
         self.present: tuple[Tensor, Rows] | None = None
 
-        def start(x_BND: Tensor, prefix: int) -> Live:
+        def start(x_BND: Tensor, prefix: int) -> Listed:
             self.present = self.present or everyone(x_BND.shape[0], x_BND.shape[1], x_BND.device)
-            return Live.begin(x_BND, prefix, ready, *self.present)
+            return Listed.begin(x_BND, prefix, ready, *self.present)
 
         def forward() -> None:
-            images, depths, dial = self.inputs
+            images, depths, operating_point = self.inputs
             assert images is not None
             with cut_by_matmul(model.vit):
-                out = model.run(images, start, depths, dial)
+                out = model.run(images, start, depths, operating_point)
             self.total = out.logits.sum(dtype=torch.float32)  # finite if they all are
             self.out, trace = out, out.trace
             self.names = [(depth, name) for depth, values in enumerate(trace.values) for name in values]
@@ -73,11 +75,11 @@ class Recording:
         self.spans = list(zip([0, *ends], ends))
         self.place = self.order.index(0)  # of the logits
 
-    def __call__(self, images: Tensor, depths: Tensor | None = None, dial: Tensor | None = None) -> Output:
+    def __call__(self, images: Tensor, depths: Tensor | None = None, operating_point: Tensor | None = None) -> Output:
         count = len(images)
         with self.turn:
             held = [place if count == self.most else place[:count] for place in self.inputs if place is not None]
-            given = [x for x in (images, depths, dial) if x is not None]
+            given = [x for x in (images, depths, operating_point) if x is not None]
             foreign = [i for i, x in enumerate(given) if not _same_place(x, held[i])]
             if foreign:  # one call for all: on a slow host each is felt
                 torch._foreach_copy_([held[i] for i in foreign], [given[i] for i in foreign])
@@ -135,8 +137,8 @@ class Recalled(Output):
         trace.exits = parts[1 : 1 + answers]
         trace.lives = [Where(trace.shape, live_BN=live) for live in parts[-len(like.lives) :]]
         trace.values = [{} for _ in trace.lives]
-        for (depth, what), sheet in zip(made.names, parts[1 + answers :]):
-            trace.values[depth][what] = sheet
+        for (depth, what), dense_rows in zip(made.names, parts[1 + answers :]):
+            trace.values[depth][what] = dense_rows
         return trace
 
     def __reduce__(self) -> tuple:

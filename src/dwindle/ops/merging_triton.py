@@ -19,7 +19,7 @@ def mean_keys(qkv_ptr, entry, inside, H, E, BE: tl.constexpr):
 
 
 @triton.jit
-def find_heirs_kernel(
+def nearest_key_kernel(
     qkv_ptr,
     rows_ptr,
     starts_ptr,
@@ -48,7 +48,7 @@ def find_heirs_kernel(
     row = tl.load(rows_ptr + start + i, mask=i < length, other=0)
     leaves = (i < length) & (tl.load(live_ptr + row, mask=i < length, other=1) == 0) & (row % N >= prefix)
     best = tl.full((BM,), float("-inf"), tl.float32)
-    heir = tl.full((BM,), -1, tl.int32)
+    into = tl.full((BM,), -1, tl.int32)
     if tl.max(leaves.to(tl.int32), 0) > 0:
         mine = mean_keys(qkv_ptr, start + i, leaves, H, E, BE)
         for begin in range(0, length, BJ):
@@ -62,13 +62,13 @@ def find_heirs_kernel(
             alike = tl.where(stays[None, :], alike, float("-inf"))
             most, at = tl.max(alike, 1), tl.argmax(alike, 1)
             better = most > best
-            heir = tl.where(better, tl.load(rows_ptr + start + begin + at, mask=better, other=0), heir)
+            into = tl.where(better, tl.load(rows_ptr + start + begin + at, mask=better, other=0), into)
             best = tl.where(better, most, best)
-    tl.store(heir_ptr + row, tl.where(leaves, heir, -1), mask=i < length)
+    tl.store(heir_ptr + row, tl.where(leaves, into, -1), mask=i < length)
 
 
 @triton.jit
-def hand_over_kernel(
+def merge_kernel(
     x_ptr,
     rows_ptr,
     starts_ptr,
@@ -101,9 +101,9 @@ def hand_over_kernel(
     for begin in range(0, length, BJ):
         j = begin + tl.arange(0, BJ)
         other = tl.load(rows_ptr + start + j, mask=j < length, other=0)
-        heir = tl.load(heir_ptr + other, mask=j < length, other=-1)
-        left = tl.load(size_ptr + other, mask=(j < length) & (heir >= 0), other=0.0)
-        total += tl.sum(tl.where(heir[None, :] == row[:, None], left[None, :], 0.0), 1)
+        into = tl.load(heir_ptr + other, mask=j < length, other=-1)
+        left = tl.load(size_ptr + other, mask=(j < length) & (into >= 0), other=0.0)
+        total += tl.sum(tl.where(into[None, :] == row[:, None], left[None, :], 0.0), 1)
     inherits = (i < staying) & (total > own)
     if tl.max(inherits.to(tl.int32), 0) == 0:
         return
@@ -115,12 +115,12 @@ def hand_over_kernel(
         for begin in range(0, length, BJ):
             j = begin + tl.arange(0, BJ)
             other = tl.load(rows_ptr + start + j, mask=j < length, other=0)
-            heir = tl.load(heir_ptr + other, mask=j < length, other=-1)
-            left = tl.load(size_ptr + other, mask=(j < length) & (heir >= 0), other=0.0)
-            weight = tl.where(heir[None, :] == row[:, None], left[None, :], 0.0)
+            into = tl.load(heir_ptr + other, mask=j < length, other=-1)
+            left = tl.load(size_ptr + other, mask=(j < length) & (into >= 0), other=0.0)
+            weight = tl.where(into[None, :] == row[:, None], left[None, :], 0.0)
             theirs = tl.load(
                 x_ptr + other.to(tl.int64)[:, None] * D + d[None, :],
-                mask=(heir >= 0)[:, None] & (d < D)[None, :],
+                mask=(into >= 0)[:, None] & (d < D)[None, :],
                 other=0.0,
             )
             # Sizes are whole numbers, and half precision's values are exact in TF32: nothing is lost.

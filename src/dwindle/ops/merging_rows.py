@@ -1,4 +1,4 @@
-"""`inherit` of `heirs.py` on live rows listed on the device: two launches, which pass over images nobody leaves."""
+"""`merged` of `merging.py` on live rows listed on the device: two launches, which pass over images nobody leaves."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .heirs import inherit
 from .launch import interpreted, overlapping, power_of_two, precision
+from .merging import merged
 from .rows import Rows, available
 
 
-def bequeath_rows_ref(
+def merge_rows_ref(
     x_BND: Tensor, qkv: Tensor, heads: int, rows: Rows, new: Rows, size_BN: Tensor, bias_BN: Tensor, prefix: int
 ) -> None:
     """Patches that are live in `rows` and not in `new` join the most alike patch of `new`, in place.
@@ -29,14 +29,14 @@ def bequeath_rows_ref(
     keys = x_BND.new_zeros(images * tokens, width // heads)
     keys[rows.live()] = qkv[: len(rows.live()), width : 2 * width].unflatten(1, (heads, -1)).mean(1)
     exact = torch.promote_types(x_BND.dtype, torch.float32)
-    mean, total = inherit(x_BND.to(exact), size_BN, keys.view(images, tokens, -1), staying, leaving)
-    heir = staying & (total > size_BN)
-    x_BND.copy_(torch.where(heir[..., None], mean.to(x_BND.dtype), x_BND))
-    size_BN.copy_(torch.where(heir, total, size_BN))
-    bias_BN.copy_(torch.where(heir, total.log(), bias_BN))
+    mean, total = merged(x_BND.to(exact), size_BN, keys.view(images, tokens, -1), staying, leaving)
+    into = staying & (total > size_BN)
+    x_BND.copy_(torch.where(into[..., None], mean.to(x_BND.dtype), x_BND))
+    size_BN.copy_(torch.where(into, total, size_BN))
+    bias_BN.copy_(torch.where(into, total.log(), bias_BN))
 
 
-def bequeath_rows(
+def merge_rows(
     x_BND: Tensor,
     qkv: Tensor,
     heads: int,
@@ -49,20 +49,20 @@ def bequeath_rows(
 ) -> None:
     """live: who goes on, as a sheet."""
     if not available(x_BND):
-        return bequeath_rows_ref(x_BND, qkv, heads, rows, new, size_BN, bias_BN, prefix)
+        return merge_rows_ref(x_BND, qkv, heads, rows, new, size_BN, bias_BN, prefix)
     images, tokens, width = x_BND.shape
-    heir = torch.empty(images * tokens, dtype=torch.int32, device=x_BND.device)
+    into = torch.empty(images * tokens, dtype=torch.int32, device=x_BND.device)
     # Few images want many programs; more read what they compare with less often in large tiles.
     tile = 16 if interpreted() or images <= 16 else 32
     other = 16 if interpreted() else 64
-    how: dict[str, Any] = {"PRECISION": precision(x_BND), **overlapping(x_BND, len(heir))}
-    kernels().find_heirs_kernel[(-(-tokens // tile), images)](
+    how: dict[str, Any] = {"PRECISION": precision(x_BND), **overlapping(x_BND, len(into))}
+    kernels().nearest_key_kernel[(-(-tokens // tile), images)](
         qkv,
         rows.rows_R,
         rows.starts,
         new.starts,
         live_BN.view(torch.uint8),
-        heir,
+        into,
         tokens,
         heads,
         width // heads,
@@ -72,13 +72,13 @@ def bequeath_rows(
         BE=power_of_two(width // heads, 16),
         **how,
     )
-    kernels().hand_over_kernel[(-(-tokens // tile), images)](
+    kernels().merge_kernel[(-(-tokens // tile), images)](
         x_BND,
         rows.rows_R,
         rows.starts,
         new.rows_R,
         new.starts,
-        heir,
+        into,
         size_BN,
         bias_BN,
         width,
@@ -91,6 +91,6 @@ def bequeath_rows(
 
 @cache
 def kernels() -> Any:
-    from . import heirs_triton  # asked for only where Triton is
+    from . import merging_triton  # asked for only where Triton is
 
-    return heirs_triton
+    return merging_triton

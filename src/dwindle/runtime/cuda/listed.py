@@ -15,23 +15,23 @@ from torch import Tensor, nn
 
 from ...core.masked import Masked
 from ...ops.attention import looked_at
-from ...ops.heirs_rows import bequeath_rows
+from ...ops.merging_rows import merge_rows
 from ...ops.rows import Rows, compact
 from .block import Ready
 
 
 @dataclass
-class Live(Masked):
+class Listed(Masked):
     ready: dict[nn.Module, Ready] = field(default_factory=dict)
     entries: tuple[Tensor, int] | None = None  # queries, keys and values of the block just run, compact; and heads
 
     @staticmethod
-    def begin(x_BND: Tensor, prefix: int, ready: dict[nn.Module, Ready], live: Tensor, rows: Rows) -> Live:
+    def begin(x_BND: Tensor, prefix: int, ready: dict[nn.Module, Ready], live: Tensor, rows: Rows) -> Listed:
         """live, rows: who is there, as a sheet and as a list. Nobody writes to these."""
         images, count, _ = x_BND.shape
-        return Live(x_BND.contiguous(), (images, count), prefix, live=live, ready=ready, rows=rows)
+        return Listed(x_BND.contiguous(), (images, count), prefix, live=live, ready=ready, rows=rows)
 
-    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Live:
+    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Listed:
         ready = self.ready.get(block)
         if ready is None:
             return super().update(call, block)  # type: ignore[return-value]
@@ -42,15 +42,15 @@ class Live(Masked):
         x = self.x.flatten(0, 1)
         bias = self.notes.get("key_bias")
         qkv = ready.attend(x, self.rows, self.shape[1], None if bias is None else bias.flatten())
-        if self.keeping_keys and self.keys_to_bequeath and ready.norm is None:
+        if self.keeping_keys and self.keys_to_merge and ready.norm is None:
             self.entries = qkv, ready.heads
         elif self.keeping_keys or self.watching:
             self._look(qkv, ready)
-        tap = None
-        if self.tapped is not None:
-            tap = torch.empty(self.shape, device=x.device)
-        ready.think(x, self.rows, None if tap is None else tap.view(-1), self.tapped or 0)
-        self.tap = tap
+        probe = None
+        if self.probed is not None:
+            probe = torch.empty(self.shape, device=x.device)
+        ready.think(x, self.rows, None if probe is None else probe.view(-1), self.probed or 0)
+        self.probe = probe
         return self
 
     def _look(self, qkv: Tensor, ready: Ready) -> None:
@@ -68,21 +68,21 @@ class Live(Masked):
         assert self.rows is not None
         total = self.shape[0] * self.shape[1]
         entry = torch.arange(total, device=compact_TC.device)
-        home = torch.where(entry < self.rows.count, self.rows.rows_R, total).long()
-        sheet = compact_TC.new_zeros(total + 1, compact_TC.shape[1])
+        flat_index = torch.where(entry < self.rows.count, self.rows.rows_R, total).long()
+        dense_rows = compact_TC.new_zeros(total + 1, compact_TC.shape[1])
         # Many entries may land on the last row: which wins does not matter.
-        return sheet.index_copy(0, home, compact_TC)[:-1].view(*self.shape, -1)
+        return dense_rows.index_copy(0, flat_index, compact_TC)[:-1].view(*self.shape, -1)
 
-    def bequeath(self, keep: Tensor) -> None:
+    def merge_nearest(self, keep: Tensor) -> None:
         if self.entries is None:
-            return super().bequeath(keep)
+            return super().merge_nearest(keep)
         assert self.rows is not None
-        size, (new, live) = self.notes["standing_for"], self._going(keep)
+        size, (new, live) = self.notes["size"], self._going(keep)
         bias = self.notes.setdefault("key_bias", torch.zeros_like(size))
         qkv, heads = self.entries
-        bequeath_rows(self.x, qkv, heads, self.rows, new, live, size, bias, self.prefix)
+        merge_rows(self.x, qkv, heads, self.rows, new, live, size, bias, self.prefix)
 
-    def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Live:
+    def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Listed:
         if keep is None:
             return replace(self, **self.forget())
         rows, live = self._going(keep)

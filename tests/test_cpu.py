@@ -14,10 +14,10 @@ import dwindle
 from conftest import BACKBONES, METHODS, build, images_for
 from dwindle.core.tokens import Packed
 from dwindle.evaluate.bench import forced_depths
-from dwindle.ops.heirs import hand_over, heirs, inherit
 from dwindle.ops.linear import MKL, OneDNN, Packs, _works, available, library, linear_ref, maker, room
+from dwindle.ops.merging import add_merged, merged, nearest_key
 from dwindle.ops.patches import cut_by_matmul, cutting, embed_patches
-from dwindle.runtime.cpu import Lean
+from dwindle.runtime.cpu import CpuPacked
 
 packs = pytest.mark.skipif(not available(), reason="this torch has neither MKL nor oneDNN")
 
@@ -65,7 +65,7 @@ def test_lean_is_packed(backbone, method):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @torch.no_grad()
 def test_other_precisions(dtype):
-    model = build("layerscale", METHODS["AHT_heirs"](), dtype)
+    model = build("layerscale", METHODS["AHT_merge"](), dtype)
     images = images_for(model, 3, dtype)
     same(model.prepare()(images), model(images, layout="packed"), 1e-12 if dtype == torch.float64 else 0.1)
 
@@ -92,12 +92,12 @@ def test_bf16_errs_no_more_than_twice_as_far_as_plain_torch(backbone, method, mo
 
 
 @pytest.mark.usefixtures("bf16_on_cpu")
-@pytest.mark.parametrize("heirs", ["none", "nearest"])
+@pytest.mark.parametrize("merge", ["none", "nearest"])
 @torch.no_grad()
-def test_in_bf16_an_image_alone_decides_as_in_its_batch(heirs):
+def test_in_bf16_an_image_alone_decides_as_in_its_batch(merge):
     torch.manual_seed(0)
     vit = VisionTransformer(img_size=64, patch_size=8, embed_dim=192, depth=6, num_heads=3, num_classes=10)
-    model = dwindle.adapt(vit, dwindle.AHT(stages=(1, 2, 3), gamma=2.0, follow=0.7, heirs=heirs)).eval().bfloat16()
+    model = dwindle.adapt(vit, dwindle.AHT(stages=(1, 2, 3), gamma=2.0, follow=0.7, merge=merge)).eval().bfloat16()
     images = torch.randn(12, 3, 64, 64).bfloat16()
     fast = model.prepare()
     together = fast(images)
@@ -123,7 +123,7 @@ def test_the_mean_of_an_image_is_rounded_as_if_it_were_alone(dtype):
 def test_layers_in_bf16_meet_few_numbers_of_rows(monkeypatch):
     """And round as plain ones do, to the bit."""
     layer, met, product, packs = nn.Linear(64, 48).bfloat16(), set(), OneDNN.product, Packs()
-    lean = Lean.begin(torch.zeros(1, 2, 64), 0, {}, packs)
+    lean = CpuPacked.begin(torch.zeros(1, 2, 64), 0, {}, packs)
     monkeypatch.setattr(OneDNN, "product", lambda x, *rest: met.add(len(x)) or product(x, *rest))
     for rows in (*range(1, 40), 100, 101, 333):
         x = torch.randn(rows, 64).bfloat16()
@@ -138,10 +138,10 @@ def test_lean_runs_where_a_model_is_prepared(monkeypatch):
     images, fast = images_for(model, 2), model.prepare()
     ran = []
     monkeypatch.setattr(
-        Lean, "update", lambda self, call, block: ran.append(block) or super(Lean, self).update(call, block)
+        CpuPacked, "update", lambda self, call, block: ran.append(block) or super(CpuPacked, self).update(call, block)
     )
     fast(images)
-    assert len(ran) == len(model.backbone.blocks) and fast.path(images) == "lean"
+    assert len(ran) == len(model.backbone.blocks) and fast.path(images) == "cpu"
     ran.clear()
     model(images)
     with torch.autocast("cpu", torch.bfloat16):
@@ -186,7 +186,7 @@ def test_a_corner_of_a_layer_is_packed_apart(by, kind, bias):
 
 
 @pytest.mark.parametrize("kind", [MKL, OneDNN])
-@pytest.mark.parametrize("method", ["AHT", "AHT_heirs", "DynamicViT", "ToMe"])
+@pytest.mark.parametrize("method", ["AHT", "AHT_merge", "DynamicViT", "ToMe"])
 @pytest.mark.parametrize("backbone", ["vit", "qk_norm", "hf_vit"])
 @torch.no_grad()
 def test_lean_is_packed_by_either_library(by, kind, backbone, method):
@@ -263,8 +263,8 @@ def test_layers_of_ones_own_see_live_rows_only(by):
 
     model = build("vit", METHODS["AHT"]())
     images = images_for(model, 2)
-    fall = model.vit.blocks[0].mlp.fc2
-    model.vit.blocks[0].mlp.fc2 = Own(fall.in_features, fall.out_features)
+    fc2 = model.vit.blocks[0].mlp.fc2
+    model.vit.blocks[0].mlp.fc2 = Own(fc2.in_features, fc2.out_features)
     same(model.prepare()(images), model(images, layout="packed"))
     assert seen[0] == seen[1]
 
@@ -289,10 +289,10 @@ def test_heirs_of_parted_rows(stay):
     size = torch.randint(1, 4, (len(stay), total)).float()
     keep = torch.arange(total) < torch.tensor(stay)[:, None]
     patch = torch.arange(total) >= prefix
-    wanted, sizes = inherit(x, size, keys, keep & patch, ~keep & patch)
+    wanted, sizes = merged(x, size, keys, keep & patch, ~keep & patch)
     given = size.masked_fill(~patch, 0)  # no prefix token leaves here but where an image is gone
-    heir = heirs(keys[~keep], keys[keep], [total - n for n in stay], stay, prefix)
-    ours, its = hand_over(x[~keep], given[~keep], heir, x[keep], size[keep])
+    into = nearest_key(keys[~keep], keys[keep], [total - n for n in stay], stay, prefix)
+    ours, its = add_merged(x[~keep], given[~keep], into, x[keep], size[keep])
     torch.testing.assert_close(ours, torch.where((keep & patch)[..., None], wanted, x)[keep])
     assert torch.equal(its, torch.where(keep & patch, sizes, size)[keep])
 
