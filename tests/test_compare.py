@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 
 import dwindle
-from dwindle.evaluate.compare import Compare, Comparison, Entry, markdown, summarised
-from dwindle.evaluate.results import read_results
+from dwindle.experiments.compare import Compare, Comparison, Entry, markdown, summarised
+from dwindle.experiments.results import read_results
 from dwindle.files import write_text
 from dwindle.methods.avit import AViT
 from dwindle.recipes.vision import tiny_test
@@ -230,7 +230,7 @@ def test_a_checkpoint_turned_after_training_is_there_before_its_result(data, tmp
             raise KeyboardInterrupt
         return write_text(path, text)
 
-    monkeypatch.setattr("dwindle.evaluate.compare.write_text", fails)
+    monkeypatch.setattr("dwindle.experiments.compare.write_text", fails)
     with pytest.raises(KeyboardInterrupt):
         list(comparing(data, tmp_path, comparison).results())
     turned = dwindle.load(tmp_path / "runs" / "Own-0.80-s0").method.threshold

@@ -11,9 +11,9 @@ from torch import nn
 import dwindle
 from conftest import BACKBONES, METHODS, build, edit, images_for
 from dwindle.evaluate.bench import bench, forced_depths
-from dwindle.ops.int8 import int8_linear, int8_linear_ref, quantize_rows
+from dwindle.ops.int8 import Int8Linear, int8_linear, int8_linear_ref, is_int8, quantize_rows
 from dwindle.runtime.export import check_images, export
-from dwindle.runtime.int8 import Int8Linear, is_int8, likeness, quantize
+from dwindle.runtime.int8 import likeness, quantize
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -22,6 +22,7 @@ ROOMS = (
     ("train",),
     ("evaluate",),
     ("show",),
+    ("experiments",),
     ("models",),
     ("serve",),
     ("recipes",),

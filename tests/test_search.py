@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from dwindle.errors import DwindleError
-from dwindle.evaluate import search as search_module
-from dwindle.evaluate.search import search, value
+from dwindle.experiments import search as search_module
+from dwindle.experiments.search import search, value
 from dwindle.io.sets import training_images
 from dwindle.recipes.vision import tiny_test
 from dwindle.train.recipe import Recipe, changed

@@ -10,9 +10,7 @@ import typer
 
 from ..errors import DwindleError, unknown
 from ..models.adaperceiver import commands
-from . import research as cli_research
-from . import ship as cli_ship
-from .terminal import (
+from ..show.terminal import (
     Checkpoint,
     Device,
     Dtype,
@@ -33,6 +31,8 @@ from .terminal import (
     show_table,
     tell_images,
 )
+from . import research as cli_research
+from . import ship as cli_ship
 
 app = typer.Typer(
     add_completion=False,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import DwindleError
-from .terminal import (
+from ..show.terminal import (
     Data,
     Device,
     OptionalData,
@@ -49,8 +49,8 @@ def compare(
     """Train and evaluate methods under the same conditions. A killed comparison goes on where it was: same command."""
     import dataclasses
 
-    from ..evaluate.compare import Compare, markdown, summarised
-    from ..evaluate.results import read_results
+    from ..experiments.compare import Compare, markdown, summarised
+    from ..experiments.results import read_results
     from ..files import write_text
     from ..models.adaperceiver import cli as perceiver
     from ..models.adaperceiver.compare import AdaCompare, AdaComparison
@@ -154,7 +154,7 @@ def search(
     device: Device = None,
 ) -> None:
     """Search lambda_p and lambda_t with Optuna, judged on held-out training images. A killed search goes on."""
-    from ..evaluate.search import search as look
+    from ..experiments.search import search as look
     from ..train.recipe import Recipe, changed, find_recipe
 
     settings = changed(find_recipe(recipe)(), set or [])

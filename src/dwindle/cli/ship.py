@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .terminal import (
+from ..show.terminal import (
     Checkpoint,
     Data,
     Device,
@@ -71,12 +71,13 @@ def quantize(
 ) -> None:
     """Write a model in int8, for CPUs: a checkpoint like others. With --data both are evaluated."""
     from ..core.method import require
+    from ..evaluate.bench import race
     from ..evaluate.evaluate import evaluate, meet
     from ..io.batches import loader
     from ..io.checkpoint import find, load_halting, save
     from ..io.sets import evaluation_images
     from ..runtime.export import check_images
-    from ..runtime.int8 import likeness, race, weight_bytes
+    from ..runtime.int8 import likeness, weight_bytes
     from ..runtime.int8 import quantize as make
 
     require(batch >= 1, f"--batch {batch}", "it must be at least 1")

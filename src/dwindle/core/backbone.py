@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import DwindleError
-from ..runtime.int8 import Int8Linear
+from ..ops.int8 import Int8Linear
+from .registry import discover
 from .tokens import Packed, Tokens
 
 
@@ -393,8 +394,7 @@ def linear_macs(module: nn.Module) -> int:
 
 def backbone_of(vit: nn.Module) -> Backbone:
     """The backbone that fits `vit`, or the reason why there is none."""
-    from ..backbones import hf, timm  # noqa: F401  (they register themselves)
-
+    discover("dwindle.backbones")
     if hasattr(vit, "_orig_mod"):
         raise DwindleError("This model went through torch.compile; adapt the model itself, and compile after that.")
     for family in Backbone.families:

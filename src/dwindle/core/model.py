@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backbones import Backbone, backbone_of
 from ..errors import DwindleError, unknown
-from ..methods import Method
 from ..ops.patches import cutting
+from .backbone import Backbone, backbone_of
 from .cost import static_macs, trace_macs
 from .masked import Masked
+from .method import Method
 from .tokens import Packed, Tokens
 from .trace import Trace
 

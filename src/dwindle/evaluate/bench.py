@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,9 +17,13 @@ from ..core.backbone import Shape, backbone_of
 from ..core.model import AdaptiveViT, adapt
 from ..errors import DwindleError, unknown
 from ..io.checkpoint import load_halting, shipped
+from ..io.sets import evaluation_images
 from ..methods.aht import AHT
+from ..ops.int8 import is_int8
+from ..ops.timing import milliseconds
+from ..runtime.cuda.recording import captured
 from ..runtime.dtypes import DTYPES
-from ..runtime.int8 import is_int8, quantize
+from ..runtime.int8 import quantize
 
 INT8 = "int8"  # linear layers of blocks, on a CPU; the rest is fp32
 
@@ -66,54 +69,14 @@ def forced_depths(images: int, shape: Shape, fraction: float, seed: int = 0) -> 
     return torch.cat([full, depths.view(images, patches)], 1)
 
 
-TURN = 4.0  # milliseconds: a short call is repeated this long before the next one's turn
-
-
-def milliseconds(calls: Sequence[Callable[[], Any]], seconds: float, device: torch.device) -> list[list[float]]:
-    """Time the calls in turn for about `seconds` in all (at least five rounds): one list of milliseconds per call.
-
-    A call shorter than a turn has the turn to itself and counts by its median there: right after another model has run,
-    its Python would be cold, and a user's calls come one after the other.
-    """
-
-    def once(call: Callable[[], Any]) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - begin) * 1e3
-
-    def turn(call: Callable[[], Any]) -> float:
-        spent = [once(call)]
-        while sum(spent) < TURN:
-            spent.append(once(call))
-        return statistics.median(spent)
-
-    for call in calls:  # warm-up
-        turn(call)
-        once(call)
-    times: list[list[float]] = [[] for _ in calls]
-    end = time.perf_counter() + seconds
-    while len(times[0]) < 5 or time.perf_counter() < end:
-        for spent, call in zip(times, calls):
-            spent.append(turn(call))
-    return times
-
-
 def some_photos(model: AdaptiveViT, data: str, count: int) -> Tensor:
     """Up to `count` evaluation images, of every kind there is, as the model takes them."""
-    from ..io.sets import evaluation_images
-
     images = evaluation_images(model, data, min(count, 256), seed=0, labelled=False)
     return torch.stack([images[i][0] for i in range(len(images))])
 
 
 def static_calls(model: AdaptiveViT, images: Tensor, variants: Sequence[str]) -> dict[str, Callable[[], Any]]:
     """The wrapped model without us: 'eager', 'graph' (as a CUDA graph), 'compile' (torch.compile, max-autotune)."""
-    from ..runtime.cuda.recording import captured
-
     vit = copy.deepcopy(model).unwrap()
     calls: dict[str, Callable[[], Any]] = {"eager": partial(vit, images)}
     if "graph" in variants:
@@ -220,3 +183,28 @@ def _row(
         row |= {"peak_mib": round(peak / 2**20, 1)}
         row["engine"] = fast.path(images)
     return row
+
+
+@torch.inference_mode()
+def race(model: AdaptiveViT, small: AdaptiveViT, photos: Tensor, seconds: float) -> list[dict[str, Any]]:
+    """Static and adaptive, in float and in int8, turn about in one process; images as the model decides by itself."""
+    rows = []
+    for batch in (1, 8):
+        images = photos[torch.arange(batch) % len(photos)]
+        calls: dict[str, Callable[[], Any]] = {
+            "static_float": static_calls(model, images, ["eager"])["eager"],
+            "static_int8": static_calls(small, images, ["eager"])["eager"],
+            "adaptive_float": partial(model.prepare(), images),
+            "adaptive_int8": partial(small.prepare(), images),
+        }
+        times = dict(zip(calls, milliseconds(list(calls.values()), seconds, images.device)))
+        ratios = {
+            "speedup": [s / a for s, a in zip(times["static_int8"], times["adaptive_int8"])],
+            "over_float": [f / i for f, i in zip(times["adaptive_float"], times["adaptive_int8"])],
+        }
+        rows.append(
+            {"batch": batch, "threads": torch.get_num_threads()}
+            | {f"{name}_ms": round(statistics.median(spent), 3) for name, spent in times.items()}
+            | {name: round(statistics.median(values), 3) for name, values in ratios.items()}
+        )
+    return rows

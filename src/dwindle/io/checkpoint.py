@@ -23,11 +23,12 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.backbone import Backbone, backbone_of
 from ..core.model import AdaptiveViT, adapt
+from ..core.registry import discover
 from ..errors import DwindleError, brief, printable, unknown
 from ..files import put_weights, scratch
 from ..methods import Method
 from ..methods.static import Static
-from ..runtime.int8 import is_int8, to_int8
+from ..ops.int8 import is_int8, to_int8
 from .classes import known_classes
 from .config import CONFIG, FORMAT, OTHER_VERSION, SAVED, check_extra, read_config, signed
 from .download import fetched, is_hub_id
@@ -382,8 +383,7 @@ def _outline(weight: Any) -> str:
 
 
 def _families() -> list[type[Backbone]]:
-    from ..backbones import hf, timm  # noqa: F401  (they register themselves)
-
+    discover("dwindle.backbones")
     return Backbone.families
 
 

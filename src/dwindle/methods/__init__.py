@@ -1,12 +1,9 @@
 """One paper per file. Every module in this folder is imported once, which registers its Method classes."""
 
-import importlib
-import pkgutil
-
 from ..core.method import Method, Verdict
+from ..core.registry import discover
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+discover(__name__)
 
 
 def __getattr__(name: str) -> type[Method]:

@@ -6,8 +6,12 @@ Sums of int8 products are whole numbers: they do not depend on the order they ar
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ..errors import DwindleError
 
 ROWS = 256  # at a time: what lies between the steps stays in the cache
 
@@ -39,3 +43,51 @@ def int8_linear(x: Tensor, weight_NK: Tensor, scale_N: Tensor, bias: Tensor | No
         else:
             torch.addcmul(bias, sums, scale_N, out=out)
     return out_TN.view(*x.shape[:-1], -1)
+
+
+class Int8Linear(nn.Linear):
+    """`weight` is int8, `scale` what 1 stands for in each of its rows."""
+
+    scale: Tensor
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+        del self.weight
+        self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.int8))
+        self.register_buffer("scale", torch.ones(out_features))
+
+    @staticmethod
+    @torch.no_grad()
+    def of(layer: nn.Linear) -> Int8Linear:
+        made = Int8Linear(layer.in_features, layer.out_features, layer.bias is not None)
+        made.weight, scale = quantize_rows(layer.weight.float())
+        made.scale = scale[:, 0]
+        if layer.bias is not None:
+            made.bias = nn.Parameter(layer.bias.float(), requires_grad=False)
+        return made.train(layer.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            raise DwindleError(
+                "An int8 model cannot be trained; train the one it was made from and quantise that again."
+            )
+        with torch.no_grad():
+            return int8_linear(x, self.weight, self.scale, self.bias)
+
+
+def is_int8(model: nn.Module) -> bool:
+    return any(isinstance(module, Int8Linear) for module in model.modules())
+
+
+def to_int8(model: Any) -> Any:
+    """The model itself, its blocks' linear layers exchanged."""
+    backbone = model.backbone
+    backbone.described = backbone.describe()  # while it still looks like what it is
+    backbone.remove()
+    for block in backbone.blocks:
+        for owner in list(block.modules()):
+            for name, layer in owner.named_children():
+                if type(layer) is nn.Linear:
+                    setattr(owner, name, Int8Linear.of(layer))
+    backbone.install()
+    return model

@@ -6,7 +6,7 @@ DATA stands for a folder with the data sets and DeiT's weights, as docs/data.md 
 import dataclasses
 from typing import Any
 
-from ..evaluate.compare import Comparison, Entry
+from ..experiments.compare import Comparison, Entry
 from ..models.adaperceiver.compare import AdaComparison
 from ..models.adaperceiver.dense import DenseRecipe
 from ..models.adaperceiver.recipe import AdaRecipe

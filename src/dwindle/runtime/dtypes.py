@@ -9,7 +9,7 @@ from torch import nn
 
 from ..errors import DwindleError, unknown
 from ..ops.half import no_bf16
-from .int8 import is_int8
+from ..ops.int8 import is_int8
 
 if TYPE_CHECKING:
     from collections.abc import Collection

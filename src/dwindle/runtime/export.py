@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from ..core.model import AdaptiveViT
 from ..errors import DwindleError, unknown
-from ..evaluate.bench import milliseconds
 from ..io.images import load_image, preprocess_of
-from .int8 import is_int8
+from ..ops.int8 import is_int8
+from ..ops.timing import milliseconds
 from .padded import Padded, depth_of
 
 FORMS = {"onnx": ".onnx", "torch-export": ".pt2", "aoti": ".pt2"}

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..core.model import AdaptiveViT
 from ..errors import DwindleError
-from ..evaluate.bench import milliseconds
 from ..io.checkpoint import load
 from ..io.classes import class_names
 from ..io.images import load_image, preprocess_of
+from ..ops.timing import milliseconds
 
 DEMO = "aht_deit_tiny_imagenet"
 

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cli.terminal import (
+from ...core.model import Output
+from ...errors import DwindleError, unknown
+from ...files import write_text
+from ...io.checkpoint import OWN, family_of
+from ...io.datasets import Images, open_data
+from ...io.datasets import limit as first
+from ...io.sets import evaluation_images
+from ...runtime.dtypes import DTYPES, converted
+from ...show.terminal import (
     device_for,
     evaluated,
     finish,
@@ -21,14 +29,6 @@ from ...cli.terminal import (
     show_table,
     tell_images,
 )
-from ...core.model import Output
-from ...errors import DwindleError, unknown
-from ...files import write_text
-from ...io.checkpoint import OWN, family_of
-from ...io.datasets import Images, open_data
-from ...io.datasets import limit as first
-from ...io.sets import evaluation_images
-from ...runtime.dtypes import DTYPES, converted
 from . import dense
 from .commands import load_network, show_policies
 from .compare import POLICIES, markdown, summarised

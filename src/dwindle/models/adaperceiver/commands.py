@@ -10,7 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ...cli.terminal import (
+from ...errors import DwindleError
+from ...files import check_folder, write_text
+from ...show.terminal import (
     Checkpoint,
     Data,
     Device,
@@ -22,8 +24,6 @@ from ...cli.terminal import (
     progress_bar,
     show_table,
 )
-from ...errors import DwindleError
-from ...files import check_folder, write_text
 
 
 def register(app: typer.Typer) -> None:

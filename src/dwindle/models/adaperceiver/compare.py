@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ...errors import DwindleError
-from ...evaluate.compare import INCIDENTAL
-from ...evaluate.results import Results, machine, read_result, slug
+from ...experiments.compare import INCIDENTAL
+from ...experiments.results import Results, machine, read_result, slug
 from ...files import write_text
 from ...io.checkpoint import load
 from ...io.datasets import limit as first

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...core.trace import Trace
+from ...ops.timing import milliseconds
 from ...runtime.cuda.keep import GRAPHS
 from ...runtime.memory import kept_pages
 from .cost import setting_macs
@@ -137,8 +138,6 @@ def latencies(
     seconds: float = 4.0,
 ) -> list[dict[str, Any]]:
     """Milliseconds of (tokens, depth, width) settings, timed turn about; each against the first, round by round."""
-    from ...evaluate.bench import milliseconds
-
     place = torch.device(device)
     ready = copy.deepcopy(model).eval().to(place, dtype)
     fast = PreparedPerceiver(ready, recordings=max(GRAPHS, len(settings)))  # they come turn about
@@ -165,8 +164,6 @@ def exit_latencies(
     asked for, timed turn about. `promised` is the speedup that MACs would give, read-outs counted. The first images
     come again where that fills the last batch.
     """
-    from ...evaluate.bench import milliseconds
-
     place = torch.device(device)
     fast = copy.deepcopy(model).eval().to(place, dtype).prepare()
     filled = torch.arange(-(-len(images) // batch) * batch) % len(images)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DwindleError
-from ...evaluate.bench import milliseconds
+from ...ops.timing import milliseconds
 from ...runtime.dtypes import DTYPES
 from .execute import AdaptiveLM, LMOutput, tlops_saved
 

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from ...cli.terminal import (
+from ...core.method import require
+from ...errors import DwindleError
+from ...files import write_text
+from ...io.checkpoint import LANGUAGE, family_of, find, read_config
+from ...settings import Share, fitted
+from ...show.drawing import file_stems, save_figure
+from ...show.terminal import (
     aside,
     console,
     device_for,
@@ -23,12 +29,6 @@ from ...cli.terminal import (
     show_table,
     ticking,
 )
-from ...core.method import require
-from ...errors import DwindleError
-from ...files import write_text
-from ...io.checkpoint import LANGUAGE, family_of, find, read_config
-from ...settings import Share, fitted
-from ...show.drawing import file_stems, save_figure
 from .compare import LMCompare, LMComparison, markdown, summarised
 from .execute import AdaptiveLM
 from .figures import figures

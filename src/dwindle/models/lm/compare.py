@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...evaluate.results import Results, machine, read_result, slug
+from ...experiments.results import Results, machine, read_result, slug
 from ...files import write_text
 from ...train.state import STATE
 from .bench import bench_lm, compilable

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..core.model import AdaptiveViT, adapt
 from ..errors import DwindleError
+from ..evaluate.evaluate import calibrate
 from ..files import write_text
 from ..io.card import write_card
 from ..io.checkpoint import load, save
@@ -25,7 +26,6 @@ from ..train.loop import Run
 from ..train.recipe import Recipe
 from ..train.state import STATE
 from ..train.teacher import Answers, Room
-from .evaluate import calibrate
 from .results import Results, machine, read_result, slug
 
 STATIC = "static"
