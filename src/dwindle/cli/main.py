@@ -27,12 +27,10 @@ from ..show.terminal import (
     only_for,
     plain,
     progress_bar,
-    resumes,
     show_table,
     tell_images,
 )
-from . import research as cli_research
-from . import ship as cli_ship
+from . import ship, train
 
 app = typer.Typer(
     add_completion=False,
@@ -97,68 +95,6 @@ def demo(
         f"static on this machine (batch of {len(result['images'])}). Figures in {plain(str(out))}/"
     )
     finish(result)
-
-
-@app.command()
-def train(
-    recipe: Annotated[str, typer.Argument(help="Name of a recipe: aht_cifar100, avit_cifar100, ...")],
-    data: OptionalData = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoint, metrics and the state to resume from.")
-    ] = None,
-    eval_data: Annotated[str | None, typer.Option(help="Evaluate on this data instead of --data's test split.")] = None,
-    set: Annotated[
-        list[str] | None, typer.Option(help="Change a setting: epochs=20, method.budget=0.5. Repeatable.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where a stopped run was.")] = False,
-    limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
-    holdout: Annotated[
-        float | None,
-        typer.Option(help="Share of the training images to evaluate on, where the data has no others: 0.1."),
-    ] = None,
-    skip_corrupt: SkipCorrupt = False,
-    device: Device = None,
-) -> None:
-    """Train a recipe. A killed run loses what came after its last save (each epoch): go on with --resume."""
-    from ..core import processes as ranks
-    from ..models.lm import cli as language
-    from ..train.recipe import changed, find_recipe
-
-    settings = changed(find_recipe(recipe)(), set or [])
-    if language.is_recipe(settings):
-        only_for("vision models", holdout=holdout, skip_corrupt=skip_corrupt or None)
-        return language.train(recipe, settings, data, out, resume, device, eval_data=eval_data, limit=limit)
-    data, out = needed(data, "train", "--data"), needed(out, "train", "--out")
-    if holdout is not None:
-        settings = changed(settings, [f"holdout={holdout}"])
-    if skip_corrupt:
-        settings = changed(settings, ["skip_corrupt=true"])
-    begin, resume = settings.runner(), resumes(resume, out)
-    run = begin(settings, data, out, eval_data=eval_data, device=device_for(device), resume=resume, limit=limit)
-    if holdout and not run.holdout:
-        raise DwindleError(f"--holdout {holdout}: '{eval_data or data}' has images to evaluate on; leave it out.")
-    speaks = ranks.rank() == 0  # of several processes one
-    with progress_bar(speaks) as bar:
-        task = bar.add_task("training", total=settings.epochs * run.steps_per_epoch, completed=run.step)
-
-        def tick(step: int, steps: int, terms: dict[str, Any]) -> None:
-            description = f"epoch {run.epoch + 1}/{settings.epochs}"
-            if step % 20 == 0:  # reading a number off the GPU waits for it
-                description += f"  loss {float(terms['total']):.3f}  cost {float(terms['cost']):.2f}"
-                bar.update(task, description=description)
-            bar.update(task, completed=step)
-
-        for numbers in run.epochs(tick):
-            shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k in ("total", "cost", "top1", "gmacs"))
-            if speaks:
-                if numbers["epoch"] == 1:
-                    aside.print(f"evaluated on {plain(run.eval_images.told())}", soft_wrap=True)
-                aside.print(f"epoch {int(numbers['epoch'])}  {shown}")
-    ranks.leave()
-    if speaks:
-        skipped = {"corrupt_training": len(run.train_images.corrupt)} if run.train_images.corrupt else {}
-        about = run.eval_images.about() | skipped
-        finish({"out": str(out), **(run.history[-1] if run.history else {}), **about})
 
 
 @app.command(name="eval")
@@ -399,5 +335,5 @@ def methods() -> None:
     finish({"methods": rows})
 
 
-for others in (cli_research, cli_ship, commands):
+for others in (train, ship, commands):
     others.register(app)

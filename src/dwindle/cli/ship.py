@@ -27,8 +27,47 @@ Budget = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    for command in (export, quantize, predict, serve):
+    for command in (report, export, quantize, predict, serve):
         app.command()(command)
+
+
+def report(
+    run: Annotated[str, typer.Argument(help="A run folder, a checkpoint, a shipped name, or a Hub id.")],
+    out: Annotated[Path, typer.Option(help="Folder for index.html and its figures.")] = Path("dwindle-report"),
+    data: Annotated[
+        str | None, typer.Option(help="Images to look at; by itself what the run was evaluated on.")
+    ] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help="Other runs to lay beside it, such as the static one. Repeatable.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
+    batch: Annotated[int, typer.Option(help="Images at a time.")] = 64,
+    device: Device = None,
+) -> None:
+    """One page that explains a trained model: where, when and for which images its tokens stop."""
+    from ..show.report import report as write
+
+    with progress_bar() as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        result = write(
+            run,
+            out,
+            data=data,
+            compare_with=against,
+            limit=limit,
+            device=device_for(device),
+            batch=batch,
+            progress=progress,
+        )
+    numbers = f"top-1 {result['top1']}, {result['gmacs']} of {result['gmacs_static']} GMACs"
+    console.print(f"{plain(result['page'])}: {numbers}")
+    finish(result)
 
 
 def export(

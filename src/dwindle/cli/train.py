@@ -1,4 +1,4 @@
-"""The commands that compare, explain and tune runs."""
+"""The commands that train: one recipe, several under the same conditions, or many in search of the best."""
 
 from __future__ import annotations
 
@@ -12,21 +12,84 @@ from ..show.terminal import (
     Data,
     Device,
     OptionalData,
+    SkipCorrupt,
     aside,
-    console,
     device_for,
     finish,
     needed,
+    only_for,
     plain,
     progress_bar,
+    resumes,
     show_table,
     ticking,
 )
 
 
 def register(app: typer.Typer) -> None:
-    for command in (compare, report, search):
+    for command in (train, compare, search):
         app.command()(command)
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe: aht_cifar100, avit_cifar100, ...")],
+    data: OptionalData = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for checkpoint, metrics and the state to resume from.")
+    ] = None,
+    eval_data: Annotated[str | None, typer.Option(help="Evaluate on this data instead of --data's test split.")] = None,
+    set: Annotated[
+        list[str] | None, typer.Option(help="Change a setting: epochs=20, method.budget=0.5. Repeatable.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a stopped run was.")] = False,
+    limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
+    holdout: Annotated[
+        float | None,
+        typer.Option(help="Share of the training images to evaluate on, where the data has no others: 0.1."),
+    ] = None,
+    skip_corrupt: SkipCorrupt = False,
+    device: Device = None,
+) -> None:
+    """Train a recipe. A killed run loses what came after its last save (each epoch): go on with --resume."""
+    from ..core import processes as ranks
+    from ..models.lm import cli as language
+    from ..train.recipe import changed, find_recipe
+
+    settings = changed(find_recipe(recipe)(), set or [])
+    if language.is_recipe(settings):
+        only_for("vision models", holdout=holdout, skip_corrupt=skip_corrupt or None)
+        return language.train(recipe, settings, data, out, resume, device, eval_data=eval_data, limit=limit)
+    data, out = needed(data, "train", "--data"), needed(out, "train", "--out")
+    if holdout is not None:
+        settings = changed(settings, [f"holdout={holdout}"])
+    if skip_corrupt:
+        settings = changed(settings, ["skip_corrupt=true"])
+    begin, resume = settings.runner(), resumes(resume, out)
+    run = begin(settings, data, out, eval_data=eval_data, device=device_for(device), resume=resume, limit=limit)
+    if holdout and not run.holdout:
+        raise DwindleError(f"--holdout {holdout}: '{eval_data or data}' has images to evaluate on; leave it out.")
+    speaks = ranks.rank() == 0  # of several processes one
+    with progress_bar(speaks) as bar:
+        task = bar.add_task("training", total=settings.epochs * run.steps_per_epoch, completed=run.step)
+
+        def tick(step: int, steps: int, terms: dict[str, Any]) -> None:
+            description = f"epoch {run.epoch + 1}/{settings.epochs}"
+            if step % 20 == 0:  # reading a number off the GPU waits for it
+                description += f"  loss {float(terms['total']):.3f}  cost {float(terms['cost']):.2f}"
+                bar.update(task, description=description)
+            bar.update(task, completed=step)
+
+        for numbers in run.epochs(tick):
+            shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k in ("total", "cost", "top1", "gmacs"))
+            if speaks:
+                if numbers["epoch"] == 1:
+                    aside.print(f"evaluated on {plain(run.eval_images.told())}", soft_wrap=True)
+                aside.print(f"epoch {int(numbers['epoch'])}  {shown}")
+    ranks.leave()
+    if speaks:
+        skipped = {"corrupt_training": len(run.train_images.corrupt)} if run.train_images.corrupt else {}
+        about = run.eval_images.about() | skipped
+        finish({"out": str(out), **(run.history[-1] if run.history else {}), **about})
 
 
 def compare(
@@ -102,45 +165,6 @@ def compare(
     write_text(table, markdown(rows, plan.reference))
     save_figure(tradeoff(rows, comparison, plan.reference), plot)
     finish({"results": rows, "table": str(table), "plot": str(plot)})
-
-
-def report(
-    run: Annotated[str, typer.Argument(help="A run folder, a checkpoint, a shipped name, or a Hub id.")],
-    out: Annotated[Path, typer.Option(help="Folder for index.html and its figures.")] = Path("dwindle-report"),
-    data: Annotated[
-        str | None, typer.Option(help="Images to look at; by itself what the run was evaluated on.")
-    ] = None,
-    against: Annotated[
-        list[str] | None, typer.Option(help="Other runs to lay beside it, such as the static one. Repeatable.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
-    batch: Annotated[int, typer.Option(help="Images at a time.")] = 64,
-    device: Device = None,
-) -> None:
-    """One page that explains a trained model: where, when and for which images its tokens stop."""
-    from ..show.report import report as write
-
-    with progress_bar() as bar:
-        tasks: dict[str, Any] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total)
-
-        result = write(
-            run,
-            out,
-            data=data,
-            compare_with=against,
-            limit=limit,
-            device=device_for(device),
-            batch=batch,
-            progress=progress,
-        )
-    numbers = f"top-1 {result['top1']}, {result['gmacs']} of {result['gmacs_static']} GMACs"
-    console.print(f"{plain(result['page'])}: {numbers}")
-    finish(result)
 
 
 def search(
