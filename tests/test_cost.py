@@ -11,11 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import dwindle
-from conftest import BACKBONES, METHODS, build, images_for
 from dwindle.backbones import backbone_of
 from dwindle.core.cost import static_macs
 from dwindle.evaluate.bench import forced_depths
 from dwindle.ops.linear import MKL, OneDNN
+from shared.tiny import BACKBONES, METHODS, build, images_for
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import dwindle
-from conftest import METHODS, build
 from dwindle.errors import DwindleError
 from dwindle.files import draft, lock, scratch, unlock, write_text
 from dwindle.models.lm.train import LMRun
 from dwindle.recipes.language import tsa_tiny_test
 from dwindle.train.state import BEGUN, STATE, Claim, write_metrics, write_state
+from shared.tiny import METHODS, build
 
 
 def names(folder: Path) -> list[str]:

@@ -92,7 +92,7 @@ def test_a_method_is_one_file(tmp_path):
 
     import torch
 
-    from conftest import build, images_for
+    from shared.tiny import build, images_for
 
     page = (Path(__file__).parents[1] / "docs" / "add_a_method.md").read_text()
     code = re.search(r"```python\n(from __future__.*?)```", page, re.DOTALL).group(1)

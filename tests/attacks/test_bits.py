@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_configs import EXTRA, answer
 
 import dwindle
-from conftest import METHODS, build
 from dwindle.io.checkpoint import CONFIG, WEIGHTS, find, shipped
 from dwindle.recipes.language import tsa_tiny_test
 from dwindle.runtime.int8 import quantize
 from dwindle.train.state import STATE, read_state, write_state
+from shared.checkpoint import EXTRA, answer
+from shared.tiny import METHODS, build
 
 MADE = {
     "aht": lambda: build("vit", METHODS["AHT"]()),

@@ -16,14 +16,14 @@ import pytest
 import torch
 
 import dwindle
-from conftest import METHODS, build, images_for
 from dwindle.io.config import signed
 from dwindle.methods.dynamicvit import DynamicViT
 from dwindle.models.lm import MoD, adapt_lm
 from dwindle.runtime.int8 import quantize
+from shared.checkpoint import EXTRA, answer
+from shared.tiny import METHODS, build
 
 SECONDS, MEGABYTES = 5.0, 400
-IDS = torch.arange(8)[None] % 5
 
 
 def _named() -> Any:
@@ -61,14 +61,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "charlm": _charlm,
     "gpt2": lambda: _hf_lm("GPT2LMHeadModel", "GPT2Config", **GPT2),
     "llama": lambda: _hf_lm("LlamaForCausalLM", "LlamaConfig", **LLAMA),
-}
-EXTRA = {
-    "preprocess": {"size": 32, "mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2]},
-    "classes": ["a", "b", "c"],
-    "data": {"train": "here", "eval": "there"},
-    "recipe": {"epochs": 3, "stages": [1, 2]},
-    "results": {"top1": 1.0, "top5": 2.0, "gmacs": 1.0, "gmacs_static": 2.0, "images": 3},
-    "note": "a note",
 }
 HOSTILE = [
     *(None, True, False, 0, -1, 1, 2, 3.5, -0.5, 1e-300, 1e308, float("nan"), float("inf"), -float("inf")),
@@ -115,15 +107,6 @@ class Target:
         if model is not None and not loads:
             return "loaded"
         return "another answer" if same and not torch.equal(found, self.expected) else ""
-
-
-@torch.inference_mode()
-def answer(model: Any) -> torch.Tensor:
-    if hasattr(model, "lm"):
-        return model(IDS).logits
-    if isinstance(model, dwindle.AdaPerceiver):
-        return model(torch.linspace(-1, 1, 3 * 32 * 32).view(1, 3, 32, 32)).logits
-    return model(images_for(model, 2)).logits
 
 
 @pytest.fixture(scope="module")

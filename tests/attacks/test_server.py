@@ -30,8 +30,8 @@ import pytest
 from PIL import Image
 
 import dwindle
-from conftest import build
-from tally import SLOW, Tally
+from shared.tally import SLOW, Tally
+from shared.tiny import build
 
 pytest.importorskip("fastapi", reason="extra `serve` is not installed")
 from dwindle.serve.limits import Limits

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dwindle
-from conftest import METHODS, build, images_for
+from shared.tiny import METHODS, build, images_for
 
 BACKBONES = ("vit", "layerscale", "hf_vit", "hf_dinov2")
 

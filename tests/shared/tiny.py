@@ -1,0 +1,154 @@
+"""Tiny backbones of every kind, and each method set so that tokens halt at many depths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from timm.layers import SwiGLUPacked
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+import dwindle
+from dwindle.methods import Method
+from dwindle.methods.act import ACT
+from dwindle.methods.confidence import Confidence
+from dwindle.methods.dynamicvit import DynamicViT
+from dwindle.methods.pondernet import PonderNet
+from dwindle.methods.shallow import Shallow
+from dwindle.methods.similarity import Similarity
+from dwindle.methods.tome import ToMe
+from dwindle.methods.topk import TopK
+
+SIZE = 32
+TINY = {"img_size": SIZE, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 5}
+
+
+def _hf(kind: str, config: str, **options) -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="extra `hf` is not installed")
+    settings = {
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "image_size": SIZE,
+    }
+    return getattr(transformers, kind)(getattr(transformers, config)(**settings, patch_size=8, num_labels=5, **options))
+
+
+BACKBONES: dict[str, Callable[[], nn.Module]] = {
+    "vit": lambda: VisionTransformer(**TINY),
+    "distilled": lambda: VisionTransformerDistilled(**TINY),
+    "registers": lambda: VisionTransformer(**TINY, reg_tokens=3, no_embed_class=True),
+    "average": lambda: VisionTransformer(**TINY, global_pool="avg", class_token=False),
+    "average_with_class": lambda: VisionTransformer(**TINY, global_pool="avg"),
+    "attention_pool": lambda: VisionTransformer(**TINY, global_pool="map", class_token=False),
+    "layerscale": lambda: VisionTransformer(**TINY, init_values=0.5),
+    "qk_norm": lambda: VisionTransformer(**TINY, qk_norm=True),
+    "no_bias": lambda: VisionTransformer(**TINY, qkv_bias=False, proj_bias=False),
+    "swiglu": lambda: VisionTransformer(**TINY, mlp_layer=SwiGLUPacked, act_layer=nn.SiLU),
+    "clip": lambda: VisionTransformer(**TINY, pre_norm=True, act_layer="quick_gelu"),
+    "dynamic": lambda: VisionTransformer(**TINY, dynamic_img_size=True),
+    "oblong": lambda: VisionTransformer(**{**TINY, "img_size": (SIZE, 48), "patch_size": (8, 16)}),
+    "hf_vit": lambda: _hf("ViTForImageClassification", "ViTConfig"),
+    "hf_deit": lambda: _hf("DeiTForImageClassification", "DeiTConfig"),
+    "hf_deit_teacher": lambda: _hf("DeiTForImageClassificationWithTeacher", "DeiTConfig"),
+    "hf_dinov2": lambda: _hf("Dinov2ForImageClassification", "Dinov2Config"),
+    "hf_dinov2_swiglu": lambda: _hf("Dinov2ForImageClassification", "Dinov2Config", use_swiglu_ffn=True),
+    "hf_registers": lambda: _hf("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersConfig"),
+}
+
+# Each method so that it halts some tokens at every depth of a random network, and so that it halts none.
+METHODS: dict[str, Callable[[], Method]] = {
+    "AHT": lambda: dwindle.AHT(stages=(1, 2), gamma=2.0, follow=0.7, budget=0.6),
+    "AHT_rest": lambda: dwindle.AHT(stages=(1, 2), gamma=2.0, follow=0.7, budget=0.6, merge="rest"),
+    "AHT_merge": lambda: dwindle.AHT(stages=(1, 2), gamma=2.0, follow=0.7, budget=0.6, merge="nearest"),
+    "AHT_late": lambda: dwindle.AHT(stages=(2, 3), gamma=2.0, follow=0.7, budget=0.6, merge="nearest"),
+    "AHT_printed": lambda: dwindle.AHT.as_printed(stages=(1, 3), gamma=2.0, beta=-1.0),
+    "AHT_class": lambda: dwindle.AHT.as_printed(stages=(2,), gamma=2.0, beta=-0.5, halt_class=True),
+    "AViT": lambda: dwindle.AViT(gamma=1.5, beta=-1.0, target_depth=2),
+    "AViT_class_kept": lambda: dwindle.AViT(gamma=1.5, beta=-1.0, target_depth=2, halt_class=False),
+    "Static": lambda: dwindle.Static(attention=True),
+    "ACT": lambda: parting(ACT(bias=-1.0)),
+    "PonderNet": lambda: parting(PonderNet()),
+    "Confidence": lambda: parting(Confidence()),
+    "Similarity": lambda: parting(Similarity()),
+    "Similarity_cosine": lambda: parting(Similarity(kind="cosine")),
+    "Shallow": lambda: Shallow(2),
+    "TopK": lambda: TopK(stages=(1, 2, 3), keep=0.7),
+    "TopK_fused": lambda: TopK(stages=(1, 3), keep=0.5, fuse=True),
+    "ToMe": lambda: ToMe(r=2.5),
+    "DynamicViT": lambda: DynamicViT(stages=(1, 2), keep=0.7),
+    "DynamicViT_image": lambda: DynamicViT(stages=(1, 2, 3), count="image"),
+}
+OFF: dict[str, Callable[[], Method]] = {
+    "AHT": lambda: dwindle.AHT(stages=(1, 2), beta=-1e9),
+    "AViT": lambda: dwindle.AViT(beta=-1e9, target_depth=2),
+    "Static": lambda: dwindle.Static(),
+    "ACT": lambda: ACT(bias=-1e9),
+    "PonderNet": lambda: PonderNet(beta=-1e9),
+    "Confidence": lambda: Confidence(threshold=1.0),
+    "Similarity": lambda: Similarity(threshold=0.0),
+    "Shallow": lambda: Shallow(4),
+    "TopK": lambda: TopK(stages=(1, 2), keep=1.0),
+    "ToMe": lambda: ToMe(r=0),
+    "DynamicViT": lambda: DynamicViT(stages=(1, 2), keep=1.0),
+}
+
+# How many depths tokens stop at, where it may be fewer than 3: images stop whole, or as random weights have it.
+FEWEST = {"Static": 1, "Shallow": 1} | dict.fromkeys(
+    ("AHT_late", "ACT", "PonderNet", "Confidence", "Similarity", "Similarity_cosine", "DynamicViT_image"), 2
+)
+
+
+def parting(method: Method) -> Method:
+    """Marks a method that stops whole images: `build` turns its threshold until the images part."""
+    method.parting = True
+    return method
+
+
+def part(model: dwindle.AdaptiveViT) -> None:
+    """Set the threshold so that images stop at as many depths as can be, as far as can be from any tie."""
+    method = model.method
+    sign = -1 if isinstance(method, Similarity) else 1  # stops below the threshold, the others at or above it
+    method.threshold = method.operating_point[2]
+    with torch.no_grad():
+        out = model(images_for(model, dtype=next(model.parameters()).dtype), layout="masked")
+    score = sign * out.trace.stack("score", sign * -torch.inf)[:-1, :, 0]  # (L - 1, B)
+    gauge = {ACT: score.cumsum(0), PonderNet: 1 - (1 - score).cumprod(0)}.get(type(method), score)
+    values = gauge[gauge.isfinite()].unique()
+
+    def quality(i: int) -> tuple[int, float]:
+        stops = (gauge < (values[i] + values[i + 1]) / 2).long().cumprod(0).sum(0)
+        return len(stops.unique()), float((values[i + 1] - values[i]) / values[i].abs())
+
+    best = max(range(len(values) - 1), key=quality)
+    method.threshold = sign * float(values[best] + values[best + 1]) / 2
+
+
+def build(backbone: str, method: Method, dtype: torch.dtype = torch.float32, seed: int = 0) -> dwindle.AdaptiveViT:
+    """An adapted tiny model with weights large enough that tokens differ, in eval mode."""
+    torch.manual_seed(seed)
+    vit = BACKBONES[backbone]()
+    for name, value in vit.named_parameters():
+        nn.init.normal_(value, std=0.3 if value.dim() > 1 else 0.1)
+        if value.dim() == 1 and "norm" in name and "weight" in name:
+            nn.init.ones_(value)
+    model = dwindle.adapt(vit, method).to(dtype).eval()
+    for name, value in model.method.named_parameters():
+        if "planner" in name or "predictor" in name:
+            nn.init.normal_(value, std=0.5)
+    if isinstance(method, dwindle.AHT):
+        method.bar.fill_(0.0)
+    if hasattr(method, "parting"):
+        part(model)
+    return model
+
+
+def images_for(model: dwindle.AdaptiveViT, count: int = 5, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    height, width = model.backbone.shape.image
+    scale = torch.linspace(0.5, 2, count).view(-1, 1, 1, 1)  # so that images differ in how long they take
+    return (torch.randn(count, 3, height, width, generator=generator) * scale).to(dtype)
