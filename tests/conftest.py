@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -10,16 +11,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-from dwindle.ops.half import cpu_multiplies_bf16
-from dwindle.runtime.cuda import graph, recording
+from shared.kernels import CUDA, import_interpreted
 from shared.tally import many, tally  # noqa: F401  (fixtures)
 
+import_interpreted()  # before anything of ours is imported, so no fixture's imports are above
 torch.set_num_threads(1)  # two test processes share two cores, and the models are tiny
 
 
 @pytest.fixture
 def bf16_on_cpu():
     """Where a CPU multiplies in bf16; asked when a test runs, as it takes another process."""
+    from dwindle.ops.half import cpu_multiplies_bf16
+
     if not cpu_multiplies_bf16():
         pytest.skip("this CPU does not multiply in bf16")
 
@@ -27,12 +30,43 @@ def bf16_on_cpu():
 @pytest.fixture
 def place(monkeypatch):
     """Where recordings are tried: a GPU; where there is none, one is played by doing again what was recorded."""
-    if torch.cuda.is_available():
+    if CUDA:
         return "cuda"
+    from dwindle.runtime.cuda import graph, recording
+
     monkeypatch.setattr(recording, "captured", lambda call, pool=None: (call(), SimpleNamespace(replay=call))[1])
     monkeypatch.setattr(graph, "available", lambda images: True)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     return "cpu"
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    """Where Triton's kernels run: a GPU, or its interpreter, also for what they choose by it."""
+    if CUDA:
+        yield
+        return
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        yield
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where there is no GPU, one case of a file says so, and the file's others that need one are left out."""
+    if CUDA:
+        return
+    told, kept, left_out = set(), [], []
+    for item in items:
+        needs = item.get_closest_marker("cuda") is not None
+        (left_out if needs and item.path in told else kept).append(item)
+        if needs and item.path not in told:
+            told.add(item.path)
+            item.add_marker(pytest.mark.skip(reason="no GPU here: what this file tests on one is left out"))
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

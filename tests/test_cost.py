@@ -15,7 +15,7 @@ from dwindle.backbones import backbone_of
 from dwindle.core.cost import static_macs
 from dwindle.evaluate.bench import forced_depths
 from dwindle.ops.linear import MKL, OneDNN
-from shared.tiny import BACKBONES, METHODS, build, images_for
+from shared.tiny import BACKBONES, METHODS, build, cover, images_for
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +50,7 @@ def test_the_papers_figures(name, gmacs):
     assert static_macs(backbone_of(vit).shape) / 1e9 == pytest.approx(gmacs, rel=0.01)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone, method", cover(turn=4))
 def test_what_was_executed(backbone, method):
     model = build(backbone, METHODS[method]()).requires_grad_(False)
     images = images_for(model, 3)

@@ -4,6 +4,7 @@ nothing halted gives exactly the wrapped model; an image's result does not depen
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ import torch
 import dwindle
 from dwindle.evaluate.bench import forced_depths
 from dwindle.methods import Method
-from shared.tiny import BACKBONES, FEWEST, METHODS, OFF, build, images_for
+from shared.tiny import BACKBONES, FEWEST, KINDS, METHODS, OFF, build, cover, images_for
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 def plain(vit: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
@@ -27,9 +28,18 @@ def test_every_method_is_in_the_battery():
     assert covered == ours == set(OFF)
 
 
+def test_the_cover_meets_every_backbone_with_every_kind_and_every_method():
+    for turn in range(5):
+        pairs = cover(turn=turn)
+        assert {method for _, method in pairs} == set(METHODS)
+        for kind in KINDS:
+            assert {backbone for backbone, method in pairs if method in kind} == set(BACKBONES)
+    every = {pair for turn in range(5) for pair in cover(turn=turn)}
+    assert every == set(product(BACKBONES, METHODS))  # five tests with different turns meet them all
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone, method", cover())
 @torch.no_grad()
 def test_masked_is_packed(backbone, method, device):
     model = build(backbone, METHODS[method]()).to(device)
@@ -56,8 +66,7 @@ def test_masked_is_packed_tighter_in_double(backbone, method):
 
 
 @pytest.mark.parametrize("layout", ["packed", "masked"])
-@pytest.mark.parametrize("method", OFF)
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone, method", cover(OFF, turn=1))
 @torch.no_grad()
 def test_nothing_halted_is_the_wrapped_model(backbone, method, layout):
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
@@ -87,8 +96,7 @@ def test_an_image_does_not_depend_on_its_batch(backbone, method, layout):
     torch.testing.assert_close(model(other, layout=layout).logits.flip(0), together.logits, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone, method", cover(turn=2))
 @torch.no_grad()
 def test_forced_depths_are_executed(backbone, method):
     model = build(backbone, METHODS[method]())
@@ -100,8 +108,7 @@ def test_forced_depths_are_executed(backbone, method):
     torch.testing.assert_close(packed.logits, masked.logits, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone, method", cover(turn=3))
 @torch.no_grad()
 def test_images_whose_tokens_have_all_halted(backbone, method):
     """One image is done after the first block, one after the second, one never; then a batch where all are."""
@@ -151,7 +158,7 @@ def test_other_image_sizes_where_the_backbone_takes_them():
         torch.testing.assert_close(off(images).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_half_precision_on_a_gpu(dtype):
@@ -196,12 +203,10 @@ def test_unwrapping_leaves_nothing_behind():
         dwindle.adapt(vit, dwindle.AHT(stages=(1,))).unwrap()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if not name.startswith(("AViT", "ACT"))])
 @torch.no_grad()
 def test_forced_to_the_end_is_the_wrapped_model(method):
     """Where the last state counts. A mean over states (A-ViT, ACT) stays one."""
-    if method.startswith(("AViT", "ACT")):
-        pytest.skip("its answer is a mean over depths")
     model = build("vit", METHODS[method](), torch.float64)
     images, shape = images_for(model, dtype=torch.float64), model.backbone.shape
     full = torch.full((len(images), shape.tokens()), shape.blocks)

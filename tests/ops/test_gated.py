@@ -5,9 +5,7 @@ import torch
 
 from dwindle.ops import gated
 from dwindle.ops.attention import attend_gated, attend_ref
-from shared.kernels import CUDA, DEVICE, in_the_interpreter, kernels
-
-test_kernels_in_the_interpreter = in_the_interpreter(__file__)
+from shared.kernels import CUDA, DEVICE, kernels
 
 
 def problem(images, heads, tokens, size, share, seed, dtype=torch.float32):

@@ -12,11 +12,10 @@ from torch import nn
 from dwindle.ops import merging_rows, planner
 from dwindle.ops import rows as ops
 from dwindle.ops.launch import linear_tile
-from shared.kernels import CUDA, DEVICE, in_the_interpreter, kernels
+from shared.kernels import CUDA, DEVICE, kernels
+from shared.tally import SLOW
 
-test_kernels_in_the_interpreter = in_the_interpreter(__file__)
-
-
+SHAPES = int(os.environ.get("DWINDLE_SHAPES", "300" if CUDA else "30" if SLOW else "10"))  # 10000: the long run
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if CUDA else [torch.float32]
 several_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -203,7 +202,9 @@ def test_heirs(dtype, images, tokens, share, stay, seed):
     torch.testing.assert_close(ours[0], theirs[0], atol=1e-5, rtol=2 * torch.finfo(dtype).eps + 1e-5)
 
 
-def a_random_block(seed: int) -> None:
+@kernels
+@pytest.mark.parametrize("seed", range(SHAPES))
+def test_random_shapes(seed):
     """Every kernel of a block on random shapes and rows, by the 2x rule. Who is not live is NaN: to read it shows."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -266,13 +267,3 @@ def a_random_block(seed: int) -> None:
         return out.transpose(1, 2).reshape(images * tokens, width)[where]
 
     against(mixed[:many], attended, qkv[:many])
-
-
-@kernels
-def test_random_shapes():
-    """DWINDLE_SHAPES=10000 for the long run, on a GPU."""
-    for seed in range(int(os.environ.get("DWINDLE_SHAPES", "300" if CUDA else "30"))):
-        try:
-            a_random_block(seed)
-        except Exception as error:
-            raise AssertionError(f"random block {seed}") from error

@@ -17,7 +17,7 @@ from dwindle.ops.linear import MKL, OneDNN, Packs, _works, available, library, l
 from dwindle.ops.merging import add_merged, merged, nearest_key
 from dwindle.ops.patches import cut_by_matmul, cutting, embed_patches
 from dwindle.runtime.cpu import CpuPacked
-from shared.tiny import BACKBONES, METHODS, build, images_for
+from shared.tiny import BACKBONES, METHODS, build, cover, images_for
 
 packs = pytest.mark.skipif(not available(), reason="this torch has neither MKL nor oneDNN")
 
@@ -50,8 +50,7 @@ def same(ours, theirs, tolerance=1e-5):
             torch.testing.assert_close(mine[name], its[name], atol=10 * tolerance, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone, method", cover())
 @torch.no_grad()
 def test_lean_is_packed(backbone, method):
     model = build(backbone, METHODS[method]())

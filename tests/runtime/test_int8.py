@@ -14,7 +14,7 @@ from dwindle.ops.int8 import Int8Linear, int8_linear, int8_linear_ref, is_int8, 
 from dwindle.runtime.export import check_images, export
 from dwindle.runtime.int8 import likeness, quantize
 from shared.checkpoint import edit
-from shared.tiny import BACKBONES, METHODS, build, images_for
+from shared.tiny import BACKBONES, METHODS, build, cover, images_for
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -52,8 +52,7 @@ def test_rows_that_are_zero_or_not_numbers():
     assert (out[0] == 0).all() and out[1].isnan().all() and out[2].isfinite().all()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone, method", cover(turn=2))
 @torch.no_grad()
 def test_first_law(backbone, method):
     """Lean is packed, and an image alone is the image in company. Masked is packed as far as int8 lets it: attention

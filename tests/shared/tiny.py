@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from dwindle.methods.shallow import Shallow
 from dwindle.methods.similarity import Similarity
 from dwindle.methods.tome import ToMe
 from dwindle.methods.topk import TopK
+from shared.tally import SLOW
 
 SIZE = 32
 TINY = {"img_size": SIZE, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 5}
@@ -96,6 +98,32 @@ OFF: dict[str, Callable[[], Method]] = {
     "ToMe": lambda: ToMe(r=0),
     "DynamicViT": lambda: DynamicViT(stages=(1, 2), keep=1.0),
 }
+
+# Methods of a kind stop tokens in one way, so a backbone meets one of each kind. Who is in none is a kind of its own.
+KINDS = (
+    ("AHT", "AHT_printed", "AHT_class", "AViT", "AViT_class_kept"),  # each token by what it has summed up
+    ("AHT_rest", "AHT_merge", "AHT_late", "TopK_fused", "ToMe"),  # and another token takes it in
+    ("TopK", "DynamicViT", "DynamicViT_image"),  # the lowest of a ranking
+    ("ACT", "PonderNet", "Confidence", "Similarity", "Similarity_cosine"),  # whole images
+    ("Static", "Shallow"),  # all at once
+)
+
+
+def cover(methods: Iterable[str] = METHODS, turn: int = 0) -> list[tuple[str, str]]:
+    """Pairs (backbone, method): every backbone with a method of every kind, and every method with some backbone; all
+    pairs under DWINDLE_SLOW=1. Tests with different turns meet different pairs."""
+    methods = list(methods)
+    if SLOW:
+        return list(product(BACKBONES, methods))
+    kinds = [[name for name in kind if name in methods] for kind in KINDS]
+    kinds += [[name] for name in methods if not any(name in kind for kind in kinds)]
+    return [
+        (backbone, kind[(place + turn) % len(kind)])
+        for place, backbone in enumerate(BACKBONES)
+        for kind in kinds
+        if kind
+    ]
+
 
 # How many depths tokens stop at, where it may be fewer than 3: images stop whole, or as random weights have it.
 FEWEST = {"Static": 1, "Shallow": 1} | dict.fromkeys(

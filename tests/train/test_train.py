@@ -315,7 +315,7 @@ def test_packed_training_is_masked_training(data, tmp_path):
         small(layout="packed", compile=True).check()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     "method", ["AHT", "AViT", "Static", "DynamicViT", "TopK", "ACT", "PonderNet", "Confidence", "Similarity"]
 )

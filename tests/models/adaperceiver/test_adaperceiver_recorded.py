@@ -219,7 +219,7 @@ def test_bad_images_are_named(place):
         fast._recorder(torch.zeros(2, 3, 33, 32, dtype=torch.float64, device=place), 8, 4, 32)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @torch.no_grad()
 def test_on_a_gpu():
     model, x = tiny(torch.float32).cuda(), images(5, torch.float32).cuda()

@@ -473,7 +473,7 @@ def test_one_schedule_over_all_stages(data, tmp_path):
     assert rates == sorted(rates, reverse=True) and [row["stage"] for row in numbers] == [1, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.cuda
 @pytest.mark.parametrize("mask", ["blocks", "open"])
 def test_a_recorded_step_is_the_eager_one(data, vit, tmp_path, mask):
     losses = []

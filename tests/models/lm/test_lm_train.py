@@ -171,7 +171,7 @@ def test_recorded_training_is_the_same(router, tmp_path, monkeypatch):
         assert torch.equal(one, other)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("router", ["TSA", "EarlyExit", "MoD", "Random", "Static"])
 def test_recorded_on_a_gpu(router, tmp_path):
     recipe = dataclasses.replace(tsa_tiny_test(), method=router, method_options={}, amp=False)

@@ -74,8 +74,10 @@ class Engine(Keeper["AdaptiveViT"]):
         return "graph" if isinstance(self._paths[self._size(images, None, None)][1], Recording) else "packed"
 
     def _setting(self) -> tuple:
-        """The method's plain settings, constants of a recording; its tensors are read where they lie."""
-        return tuple([v for v in vars(self.model.method).values() if isinstance(v, (bool, int, float, str, tuple))])
+        """The method's plain settings, constants of a recording; its tensors are read where they lie. That a
+        warning was given (`told`) changes no answer, and would have each batch recorded anew after the first."""
+        given = vars(self.model.method).items()
+        return tuple([v for k, v in given if k != "told" and isinstance(v, (bool, int, float, str, tuple))])
 
     def _made(self, images: Tensor, depths: Tensor | None, operating_point: Tensor | None) -> Path:
         """A recording wherever one can be made: which it is depends on the machine, the method and the size alone."""
