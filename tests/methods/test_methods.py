@@ -427,19 +427,20 @@ def test_losses_when_nobody_is_left_at_the_first_stage():
         assert (packed == 0) == (halted_plans == "skip")
 
 
-def test_heirs_take_the_mean_of_those_who_join_them(monkeypatch):
+def test_merged_tokens_become_the_mean_of_those_who_join_them(monkeypatch):
     """At a stage, every halted patch joins the most alike one that goes on; against a loop over one image."""
     model = build("vit", dwindle.AHT(stages=(1,), budget=0.6, merge="nearest"), torch.float64)
     images = images_for(model, 2, torch.float64)
     seen = {}
-    before = Masked.merge_nearest
+    merged = Masked.merged
 
-    def spy(tokens, keep):
-        first = {"x": tokens.x.clone(), "keys": tokens.keys.clone(), "keep": keep.clone()}
-        before(tokens, keep)
-        seen.update(seen or first | {"after": tokens.x.clone(), "size": tokens.notes["size"].clone()})
+    def spy(tokens, keep, how):
+        after = merged(tokens, keep, how)
+        first = {"x": tokens.x, "keys": tokens.probed.keys, "keep": keep, "after": after.x, "size": after.size}
+        seen.update(seen or first)
+        return after
 
-    monkeypatch.setattr(Masked, "merge_nearest", spy)
+    monkeypatch.setattr(Masked, "merged", spy)
     with torch.no_grad():
         model(images, layout="masked")
     for b in range(2):
@@ -453,7 +454,7 @@ def test_heirs_take_the_mean_of_those_who_join_them(monkeypatch):
         for i, members in groups.items():
             torch.testing.assert_close(seen["after"][b, i], x[members].mean(0))
             assert seen["size"][b, i] == len(members)
-        torch.testing.assert_close(seen["after"][b, 0], x[0])  # the class token inherits nothing
+        torch.testing.assert_close(seen["after"][b, 0], x[0])  # nothing joins the class token
 
 
 def test_one_rest_token_stands_for_all_who_halted():
@@ -464,7 +465,8 @@ def test_one_rest_token_stands_for_all_who_halted():
 
     def spy(depth, tokens):
         verdict = step(depth, tokens)
-        sizes.append((tokens.notes["size"] * tokens.notes["rest"]).clone())
+        after = tokens.advance(verdict.keep, merge=verdict.merge)
+        sizes.append(after.size * tokens.notes["rest"])
         states.append((tokens.live & verdict.keep).clone())
         return verdict
 
@@ -478,7 +480,7 @@ def test_one_rest_token_stands_for_all_who_halted():
         assert torch.equal(size.sum(-1).long(), torch.where(rest.any(-1), gone, 0))
 
 
-def test_heirs_are_named():
+def test_ways_to_merge_are_named():
     with pytest.raises(dwindle.DwindleError, match="did you mean 'nearest'"):
         dwindle.AHT(merge="neares")
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import dwindle
 from dwindle.core.masked import Masked
 from dwindle.core.model import LAYOUTS
+from dwindle.core.tokens import Probed
 from dwindle.methods import Method
 from dwindle.methods.confidence import Confidence
 from dwindle.methods.dynamicvit import DynamicViT
@@ -110,7 +111,7 @@ def test_topk_keeps_the_ceiling_and_rounding_adds_nobody(keep, patches, kept):
     method = TopK(stages=(1,), keep=keep)
     for layout in LAYOUTS.values():
         tokens = layout.start(torch.zeros(2, patches + 1, 3), 1)
-        tokens.attention = torch.rand(tokens.x.shape[:-1])
+        tokens = tokens.changed(probed=Probed(attention=torch.rand(tokens.x.shape[:-1])))
         keep_rows = method.step(0, tokens).keep
         assert tokens.image_sum(keep_rows.float()).tolist() == [kept + 1] * 2
 
@@ -173,8 +174,8 @@ def test_tome_spreads_a_fraction_over_the_blocks_and_loses_no_patch(r, counts, l
 
     def watched(depth, tokens):
         verdict = step(depth, tokens)
-        after = tokens.advance(verdict.keep)
-        sizes.append(after.image_sum(after.notes["size"]).tolist())
+        after = tokens.advance(verdict.keep, merge=verdict.merge)
+        sizes.append(after.image_sum(after.size).tolist())
         return verdict
 
     model.method.step = watched

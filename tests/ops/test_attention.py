@@ -12,8 +12,8 @@ from dwindle.ops.attention import (
     attend_masked,
     attend_packed,
     attend_ref,
-    looked_at,
-    looked_at_packed,
+    class_attention,
+    class_attention_packed,
 )
 
 
@@ -58,12 +58,12 @@ def test_all_layouts_are_the_definition(lengths, heads, size, seed):
 def test_attention_received(lengths, heads, size, seed):
     q, k, _, live = problem(lengths, heads, size, seed)
     for prefix in (0, 1):
-        got = looked_at(q, k, live, prefix)
+        got = class_attention(q, k, live, prefix)
         some = live.any(-1)
         torch.testing.assert_close(got[some].sum(-1), torch.ones_like(got[some].sum(-1)))
         assert (got[~live] == 0).all()
         if live.any():
-            packed = looked_at_packed(pack(q, live), pack(k, live), lengths, prefix)
+            packed = class_attention_packed(pack(q, live), pack(k, live), lengths, prefix)
             torch.testing.assert_close(packed, got[live])
 
 

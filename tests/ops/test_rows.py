@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dwindle.ops import merging_rows, planner
+from dwindle.ops import merging, planner
 from dwindle.ops import rows as ops
 from dwindle.ops.launch import linear_tile
 from shared.kernels import CUDA, DEVICE, kernels
@@ -183,7 +183,7 @@ def test_planner_and_supervisor(dtype, images, tokens, share, forcing, operating
     st.integers(1, 4), st.integers(1, 45), st.floats(0, 1), st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.integers(0, 99)
 )
 @settings(max_examples=25, deadline=None)
-def test_heirs(dtype, images, tokens, share, stay, seed):
+def test_merge(dtype, images, tokens, share, stay, seed):
     torch.manual_seed(seed)
     heads, size, prefix = 3, 20, 1
     live = random_live(images, tokens, share, seed)
@@ -195,8 +195,8 @@ def test_heirs(dtype, images, tokens, share, stay, seed):
     qkv[:many] = torch.randn(many, 3 * heads * size, device=DEVICE).to(dtype)
     sizes = torch.randint(1, 5, (images, tokens), device=DEVICE).float()
     ours, theirs = ([x.clone(), sizes.clone(), sizes.log()] for _ in range(2))
-    merging_rows.merge_rows(ours[0], qkv, heads, rows, new, keep.to(DEVICE), ours[1], ours[2], prefix)
-    merging_rows.merge_rows_ref(theirs[0], qkv, heads, rows, new, theirs[1], theirs[2], prefix)
+    merging.merge_rows(ours[0], qkv, heads, rows, new, keep.to(DEVICE), ours[1], ours[2], prefix)
+    merging.merge_rows_ref(theirs[0], qkv, heads, rows, new, theirs[1], theirs[2], prefix)
     assert torch.equal(ours[1], theirs[1])
     torch.testing.assert_close(ours[2], theirs[2])
     torch.testing.assert_close(ours[0], theirs[0], atol=1e-5, rtol=2 * torch.finfo(dtype).eps + 1e-5)

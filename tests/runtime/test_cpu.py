@@ -14,7 +14,6 @@ import dwindle
 from dwindle.core.tokens import Packed
 from dwindle.evaluate.bench import forced_depths
 from dwindle.ops.linear import MKL, OneDNN, Packs, _works, available, library, linear_ref, maker, room
-from dwindle.ops.merging import add_merged, merged, nearest_key
 from dwindle.ops.patches import cut_by_matmul, cutting, embed_patches
 from dwindle.runtime.cpu import CpuPacked
 from shared.tiny import BACKBONES, METHODS, build, cover, images_for
@@ -137,7 +136,7 @@ def test_lean_runs_where_a_model_is_prepared(monkeypatch):
     images, fast = images_for(model, 2), model.prepare()
     ran = []
     monkeypatch.setattr(
-        CpuPacked, "update", lambda self, call, block: ran.append(block) or super(CpuPacked, self).update(call, block)
+        CpuPacked, "update", lambda self, *given: ran.append(given[1]) or super(CpuPacked, self).update(*given)
     )
     fast(images)
     assert len(ran) == len(model.backbone.blocks) and fast.path(images) == "cpu"
@@ -277,23 +276,6 @@ def test_few_numbers_of_rows_and_little_filling(by):
     assert all(rows <= number <= rows + max(7, rows / 32) for rows, number in enumerate(numbers, 1))
     by(MKL)
     assert room(197) == 197
-
-
-@pytest.mark.parametrize("stay", [[5], [1], [5, 1, 9, 4, 3], [0, 6]])
-def test_heirs_of_parted_rows(stay):
-    """Against the definition on padded images: some without a patch that stays, or with nobody at all."""
-    torch.manual_seed(0)
-    total, prefix = 9, 1
-    x, keys = torch.randn(len(stay), total, 16), torch.randn(len(stay), total, 4)
-    size = torch.randint(1, 4, (len(stay), total)).float()
-    keep = torch.arange(total) < torch.tensor(stay)[:, None]
-    patch = torch.arange(total) >= prefix
-    wanted, sizes = merged(x, size, keys, keep & patch, ~keep & patch)
-    given = size.masked_fill(~patch, 0)  # no prefix token leaves here but where an image is gone
-    into = nearest_key(keys[~keep], keys[keep], [total - n for n in stay], stay, prefix)
-    ours, its = add_merged(x[~keep], given[~keep], into, x[keep], size[keep])
-    torch.testing.assert_close(ours, torch.where((keep & patch)[..., None], wanted, x)[keep])
-    assert torch.equal(its, torch.where(keep & patch, sizes, size)[keep])
 
 
 @pytest.mark.parametrize("by", ["call", "module"])

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import DwindleError
 from ..ops.int8 import Int8Linear
 from .registry import discover
-from .tokens import Packed, Tokens
+from .tokens import Packed, Probe, Probed, Tokens
 
 
 @dataclass(frozen=True)
@@ -236,11 +236,11 @@ class Backbone:
                 for key in [k for k, hook in module._forward_hooks.items() if hook in OURS]:
                     del module._forward_hooks[key]
 
-    def run(self, block: nn.Module, tokens: Tokens) -> Tokens:
-        """One block on the live rows."""
+    def run(self, block: nn.Module, tokens: Tokens, probe: Probe = Probe()) -> Tokens:
+        """One block on the live rows, which leaves behind what it is asked for."""
         if self.compiled:
-            return _compiled_run()(self, block, tokens)
-        return self._run(block, tokens)
+            return _compiled_run()(self, block, tokens, probe)
+        return self._run(block, tokens, probe)
 
     @contextmanager
     def compiling(self, wanted: bool) -> Iterator[None]:
@@ -251,9 +251,9 @@ class Backbone:
         finally:
             self.compiled = False
 
-    def _run(self, block: nn.Module, tokens: Tokens) -> Tokens:
-        run = _Run(tokens)
-        after = tokens.update(self._again(block, run) if self.recomputes else run.calling(block), block)
+    def _run(self, block: nn.Module, tokens: Tokens, probe: Probe) -> Tokens:
+        run = _Run(tokens, probe)
+        after = tokens.update(self._again(block, run) if self.recomputes else run.calling(block), block, probe)
         if not run.called:
             return after  # the layout ran the block by its parts
         if not run.attended:
@@ -261,25 +261,24 @@ class Backbone:
                 f"{type(self.attention(block)).__name__} did not call scaled_dot_product_attention, so halted tokens "
                 "cannot be kept out of it; use the model's fused (sdpa) attention."
             )
-        after.probe = run.probe
-        return after
+        return after.changed(probed=run.probed)
 
     def once(self, block: nn.Module, x: Tensor) -> Any:
         """The block's forward, without a checkpoint of the family's own: that would run it again outside of any run."""
         return block(x)
 
     def _again(self, block: nn.Module, run: _Run) -> Callable[[Tensor], Tensor]:
-        """The block's forward, which the backward pass runs once more rather than keep what is in between. Once more on
-        the tokens as they are now: the method goes on writing to them."""
-        then = _Run(run.tokens.changed(notes=dict(run.tokens.notes)))
+        """The block's forward, which the backward pass runs once more instead of keeping what is in between. That run
+        sees the notes as they are now: the method goes on writing to them."""
+        then = _Run(run.tokens.changed(notes=dict(run.tokens.notes)), run.probe)
         turns = iter((run, then))
         forward = partial(self.once, block)
         return lambda x: checkpoint(lambda x: next(turns, then).calling(forward)(x), x, use_reentrant=False)
 
 
 @cache
-def _compiled_run() -> Callable[[Backbone, nn.Module, Tokens], Tokens]:
-    # A graph for each way tokens can come (whole, masked, gated, watched) and each size of batch: not for every block.
+def _compiled_run() -> Callable[[Backbone, nn.Module, Tokens, Probe], Tokens]:
+    # A graph for each way tokens can come (whole, masked, gated, probed) and each size of batch: not for every block.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     return torch.compile(Backbone._run, dynamic=False, options={"guard_filter_fn": _guarded})
 
@@ -290,13 +289,18 @@ def _guarded(entries: Sequence[Any]) -> list[bool]:
 
 
 class _Run:
-    """One block at work: whose rows they are, and what was caught on the way."""
+    """One block at work: its rows, what it is asked to leave behind, and what was caught on the way."""
 
-    def __init__(self, tokens: Tokens) -> None:
-        self.tokens = tokens
-        self.probe: Tensor | None = None
+    def __init__(self, tokens: Tokens, probe: Probe) -> None:
+        self.tokens, self.probe = tokens, probe
+        self.neuron: Tensor | None = None
+        self.looked = Probed()  # of attention
         self.called = False  # the block's own forward ran
         self.attended = False
+
+    @property
+    def probed(self) -> Probed:
+        return Probed(self.neuron, self.looked.attention, self.looked.keys)
 
     def calling(self, block: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
         """The block's forward as part of this run."""
@@ -351,6 +355,7 @@ class _Core(TorchFunctionMode):
                 "This model masks its own attention, and only plain bidirectional attention can be adapted; give a "
                 "model without a mask."
             )
+        self.work.looked = self.work.tokens.look(self.work.probe, q, k, scale)
         return self.work.tokens.attend(q, k, v, dropout_p=dropout_p, scale=scale)
 
 
@@ -365,9 +370,19 @@ def _attention_forward(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _catch_probe(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
     run = _now.run
-    if run is not None and run.tokens.probed is not None:
-        neuron = run.tokens.catch_neuron(module, args[0], output)
-        run.probe = neuron[0] if isinstance(run.tokens, Packed) else neuron
+    if run is not None and run.probe.neuron is not None:
+        neuron = _neuron(run.probe, module, args[0], output)
+        run.neuron = neuron[0] if isinstance(run.tokens, Packed) else neuron
+
+
+def _neuron(probe: Probe, layer: Any, x: Tensor, out: Tensor) -> Tensor:
+    """The neuron that a method asked for, of a linear layer that made `out` from `x`."""
+    index = probe.neuron
+    assert index is not None
+    if not (probe.detach and torch.is_grad_enabled()):
+        return out[..., index].clone()  # a view would keep the whole hidden layer in memory
+    bias = None if layer.bias is None else layer.bias[index : index + 1]
+    return F.linear(x.detach(), layer.weight[index : index + 1], bias)[..., 0]
 
 
 def _is_drop_path(module: nn.Module) -> bool:

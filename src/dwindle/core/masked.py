@@ -1,9 +1,9 @@
-"""The masked layout: every row is computed, a gate says what counts. Shapes: B images, N tokens per image, D width."""
+"""The masked layout: every row is computed, a gate says which count. Shapes: B images, N tokens per image, D width."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,25 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.attention import attend_gated, attend_masked, looked_at
-from ..ops.merging import merged
-from .tokens import Tokens, Where, wide
+from ..ops.attention import attend_gated, attend_masked, class_attention
+from ..ops.merging import Merge, merge_ref, nearest_ref
+from ..ops.rows import Rows
+from .tokens import NOTHING, Probe, Tokens, Where
 
 
 @dataclass
 class Masked(Tokens):
-    """All rows (B, N, D) are computed; halted ones keep their value and are nobody's keys. Differentiable."""
+    """All rows (B, N, D) are computed; those that have stopped keep their value and are no keys. Differentiable."""
 
     live: Tensor = None  # type: ignore[assignment]  # (B, N) bool
     gate: Tensor | None = None  # (B, N): 1 for live, 0 for halted, with the gradient of all soft decisions so far
-    whole: bool = True  # nobody can have halted yet: nothing to mask, and the fastest attention
+    whole: bool = True  # no row can have stopped yet, so nothing is masked and attention is at its fastest
 
     @staticmethod
     def start(x_BND: Tensor, prefix: int) -> Masked:
         shape = (x_BND.shape[0], x_BND.shape[1])
         return Masked(x_BND, shape, prefix, live=torch.ones(shape, dtype=torch.bool, device=x_BND.device))
 
-    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Masked:
+    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module, probe: Probe) -> Masked:
         new = call(self.x)
         if self.whole:
             x = new
@@ -37,19 +38,21 @@ class Masked(Tokens):
             x = torch.where(self.live[..., None], new, self.x)
         else:
             x = self.x + self.gate[..., None].to(new.dtype) * (new - self.x)
-        return replace(self, x=x)
+        return self.changed(x=x)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         bias = self.notes.get("key_bias")
-        if self.keeping_keys:
-            self.keys = k.mean(1)
-        if self.watching:
-            self.attention = looked_at(q.detach(), k.detach(), self.live, self.prefix, options.get("scale"))
         if self.whole and bias is None:
             return F.scaled_dot_product_attention(q, k, v, **options)
         if self.gate is not None:
             return attend_gated(q, k, v, self.gate if bias is None else self.gate * bias.exp(), **options)
         return attend_masked(q, k, v, self.live, bias, **options)
+
+    def mean_keys(self, k: Tensor) -> Tensor:
+        return k.mean(1)  # (B, H, N, E) -> (B, N, E)
+
+    def class_attention(self, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+        return class_attention(q, k, self.live, self.prefix, scale)
 
     def per_image(self, values_B: Tensor) -> Tensor:
         return values_B[:, None].expand(-1, self.shape[1], *values_B.shape[1:])
@@ -74,10 +77,19 @@ class Masked(Tokens):
     def unpad(self, padded: Tensor) -> Tensor:
         return _reorder(padded, self._live_first.argsort(-1))
 
-    def merged(self, size: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.keys is not None
-        join = _compiled(merged) if self.compiling else merged
-        return join(wide(self.x), size, self.keys.detach(), staying, leaving)
+    def nearest(self, keep: Tensor) -> Tensor:
+        assert self.probed.keys is not None
+        patch = self.live & ~self.is_prefix
+        return self._quick(nearest_ref)(self.probed.keys.detach(), patch & keep, patch & ~keep)
+
+    def rows_of(self, place: Tensor) -> Tensor:
+        return place
+
+    def joined(self, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+        return self._quick(merge_ref)(self.x, weight, into)
+
+    def _quick(self, function: Callable) -> Callable:
+        return _compiled(function) if self.compiling else function
 
     @property
     def _live_first(self) -> Tensor:
@@ -96,11 +108,14 @@ class Masked(Tokens):
         logits = self.reader(self.stream())
         return torch.where(self.images_live[:, None], logits, 0.0)
 
-    def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Masked:
+    def advance(
+        self, keep: Tensor | None, gate: Tensor | None = None, merge: Merge | None = None, rows: Rows | None = None
+    ) -> Masked:
         if keep is None:
-            return replace(self, **self.forget())
+            return self.changed(probed=NOTHING)
+        after = self if merge is None else self.merged(keep, merge)
         gate = self.gate if gate is None else gate
-        return replace(self, live=self.live & keep, gate=gate, whole=False, **self.forget())
+        return after.changed(live=self.live & keep, gate=gate, whole=False, probed=NOTHING)
 
     def stream(self) -> Tensor:
         return self.value

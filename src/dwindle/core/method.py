@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DwindleError
+from ..ops.merging import Merge
+from ..ops.rows import Rows
 from ..settings import checked
 from .backbone import Shape
 from .cost import budget_share
-from .tokens import Tokens
+from .tokens import Probe, Tokens
 from .tokens import wide as wide
 from .trace import Trace
 
@@ -29,9 +31,11 @@ if TYPE_CHECKING:
 class Verdict:
     """What a method says after a block, all on rows."""
 
-    keep: Tensor | None  # bool: who goes on; None: nothing is decided here
+    keep: Tensor | None  # bool: which rows go on; None: nothing is decided here
     weight: Tensor | None = None  # share of this block's output in the token's result; None: the last state counts
-    gate: Tensor | None = None  # 1 and 0 for who goes on and who not, with the gradient of all soft decisions so far
+    gate: Tensor | None = None  # 1 for rows that go on, else 0, with the gradient of all soft decisions so far
+    merge: Merge | None = None  # which rows that stop are merged with which that go on; None: they are gone
+    rows: Rows | None = None  # the rows that go on as a list, where a kernel has made it beside `keep`
     record: dict[str, Tensor] = field(default_factory=dict)  # values for the trace
     exit: Tensor | None = None  # (B, classes): logits read at this depth, for the trace
 
@@ -47,6 +51,7 @@ class Method(nn.Module):
     operating_point: tuple[str, float, float] | None = None
     renamed: ClassVar[dict[str, str]] = {}  # options as older checkpoints call them, and what they are called
     per_image_point: bool = False  # it asks `operating_value`, so each image of a batch may have its own
+    keeps_prefix: bool = False  # all prefix tokens go on to the end, unless other depths are forced
     asks_attention: bool = False  # its losses read the teacher's attention
     asks_features: bool = False  # and its features
     needs_training: ClassVar[bool] = True  # what it decides before means nothing
@@ -68,6 +73,10 @@ class Method(nn.Module):
     def start(self, tokens: Tokens) -> Tokens:
         """Before the first block: lay down notes."""
         return tokens
+
+    def probe(self, depth: int) -> Probe:
+        """What block `depth` (from 0) shall leave behind in `tokens.probed`."""
+        return Probe()
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
         """After block `depth` (from 0)."""

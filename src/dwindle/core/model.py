@@ -120,11 +120,12 @@ class AdaptiveViT(nn.Module):
 
         tokens = self.method.start(tokens)
         for depth, block in enumerate(self.backbone.blocks):
-            tokens = self.backbone.run(block, tokens)  # only attention looks at neighbours
+            tokens = self.backbone.run(block, tokens, self.method.probe(depth))  # only attention looks at neighbours
             verdict = self.method.step(depth, tokens)
             tokens.add_final(verdict.weight)
             trace.record(tokens, verdict.record, verdict.exit)
-            tokens = tokens.advance(verdict.keep, verdict.gate)  # masked: gate; packed: shorter list
+            # Masked: a gate closes. Packed: the list gets shorter.
+            tokens = tokens.advance(verdict.keep, verdict.gate, verdict.merge, verdict.rows)
             if tokens.empty:
                 break
         features = tokens.stream()

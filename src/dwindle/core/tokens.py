@@ -1,36 +1,59 @@
-"""The residual stream of a batch, and who is still live in it.
+"""The residual stream of a batch, and which of its tokens are still live.
 
 B images, N tokens per image, T live tokens of all images, D width. A method sees *rows*: (B, N, .) in the masked
 layout, (T, .) in the packed one. It works on the last axis and asks the tokens for anything that crosses rows, so the
 same method code drives both layouts.
+
+A layout knows no method. Its operations return a new object and leave the one they are called on as it is; only `notes`
+are the method's to write to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self, overload
+from typing import Any, NamedTuple, Self, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import DwindleError
-from ..ops.attention import attend_packed, looked_at_packed
-from ..ops.merging import merged
+from ..ops.attention import attend_packed, class_attention_packed
+from ..ops.merging import Merge, merge_ref, nearest_ref
 from ..ops.rows import Rows
+
+
+class Probe(NamedTuple):
+    """What a block is asked to leave behind for the method's step after it."""
+
+    neuron: int | None = None  # this neuron after the first linear layer of the MLP
+    detach: bool = False  # the neuron's gradient trains its own weights and stops there
+    attention: bool = False  # the share of the class token's attention that each row got
+    keys: bool = False  # the keys of attention, mean over heads
+    merging: bool = False  # the same, but for the layout alone: rows that stop now may join the nearest (`Merge`)
+
+
+class Probed(NamedTuple):
+    """What the block just run left behind, on rows; None where it was not asked to."""
+
+    neuron: Tensor | None = None
+    attention: Tensor | None = None
+    keys: Tensor | None = None  # rows, head size
+
+
+NOTHING = Probed()
 
 
 @dataclass(frozen=True)
 class Where:
-    """Which tokens some rows stand for. Turns values on rows into a (B, N) sheet."""
+    """Which tokens some rows are. Turns values on rows into dense ones, (B, N)."""
 
     shape: tuple[int, int]  # B, N
     live_BN: Tensor | None = None  # masked: rows are (B, N), these count
-    flat_index_T: Tensor | None = None  # packed: row t is token home[t] of the B * N
+    flat_index_T: Tensor | None = None  # packed: row t is token flat_index[t] of the B * N
 
     def dense_rows(self, rows: Tensor | None = None, fill: float = 0.0) -> Tensor:
-        """(B, N) with the rows' values, `fill` for everyone else. Without values: True for those who stand here."""
+        """(B, N): the values of the rows at their tokens, `fill` elsewhere. Without values: True at the rows' tokens."""
         if self.flat_index_T is None:
             assert self.live_BN is not None
             return self.live_BN if rows is None else torch.where(self.live_BN, rows, torch.full_like(rows, fill))
@@ -42,25 +65,22 @@ class Where:
 
 @dataclass
 class Tokens:
-    """What the layouts share. `notes` are a method's values per row; they travel, and stop, with their rows."""
+    """What the layouts share.
+
+    `notes` are values per row, which travel, and stop, with their rows. They are the method's, but for these, which the
+    loop and the layouts read: `forced` (depths), `operating_point` (of each image), `final` (the mean of states that is
+    read in place of x), `size` (how many tokens a merged row is the mean of) and `key_bias` (added to the scores of a
+    row as a key).
+    """
 
     x: Tensor  # rows, D
     shape: tuple[int, int]  # B, N
     prefix: int  # class, distillation and register tokens come first in every image
     notes: dict[str, Tensor] = field(default_factory=dict)
-    probed: int | None = None  # a method asked for this neuron after the first linear layer of the MLP
-    probe_detached: bool = False  # its gradient shall train the neuron's own weights and stop there
-    probe: Tensor | None = None  # that neuron in the block just run, on rows
-    watching: bool = False  # a method asked for `attention`
-    attention: Tensor | None = None  # share of the class token's attention each row got in the block just run
-    keeping_keys: bool = False  # a method asked for `keys`
-    keys_to_merge: bool = False  # and only for `merge_nearest`
-    keys: Tensor | None = None  # rows, head size: mean over heads of the keys of the block just run
+    probed: Probed = NOTHING
     reader: Callable[[Tensor], Tensor] | None = None  # (B, N, D) -> logits; the loop lends the backbone's
-    rows: Rows | None = None  # the live rows as a list on the device, where kernels can go by it
-    listed: tuple[Tensor, Rows] | None = None  # who goes on and the list of them, where a kernel has made both
-    prefix_stays: bool = False  # a method said that it lets all prefix tokens go on to the end
-    compiling: bool = False  # this forward pass is one of many alike: compiling its parts pays
+    rows: Rows | None = None  # the live rows as a list on the device, in the layout whose kernels go by it
+    compiling: bool = False  # this forward pass is one of many alike, so that compiling its parts pays
 
     def changed(self, **values: Any) -> Self:
         """A copy with other values: `dataclasses.replace`, which takes longer than a small block's arithmetic."""
@@ -68,8 +88,9 @@ class Tokens:
         other.__dict__.update(self.__dict__, **values)
         return other
 
-    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Tokens:
-        """Run a block on the live rows; `call` is its forward on a plain tensor."""
+    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module, probe: Probe) -> Tokens:
+        """The rows after a block. call: its forward on a plain tensor, during which `probe` is caught; a layout that
+        runs the block by its parts catches it itself."""
         raise NotImplementedError
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -80,17 +101,21 @@ class Tokens:
         """A narrow layer of a method's own, on rows or on images."""
         return layer(x)
 
-    def catch_neuron(self, layer: Any, x: Tensor, out: Tensor) -> Tensor:
-        """The neuron a method asked for, of a linear layer that made `out` from `x`."""
-        index = self.probed
-        assert index is not None
-        if not (self.probe_detached and torch.is_grad_enabled()):
-            return out[..., index].clone()  # a view would keep the whole hidden layer in memory
-        bias = None if layer.bias is None else layer.bias[index : index + 1]
-        return F.linear(x.detach(), layer.weight[index : index + 1], bias)[..., 0]
+    def look(self, probe: Probe, q: Tensor, k: Tensor, scale: float | None = None) -> Probed:
+        """What a probe asks of attention."""
+        attention = self.class_attention(q.detach(), k.detach(), scale) if probe.attention else None
+        return Probed(attention=attention, keys=self.mean_keys(k) if probe.keys or probe.merging else None)
+
+    def mean_keys(self, k: Tensor) -> Tensor:
+        """The keys on rows, mean over heads."""
+        raise NotImplementedError
+
+    def class_attention(self, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+        """The share of the class token's attention that each row gets."""
+        raise NotImplementedError
 
     def per_image(self, values_B: Tensor) -> Tensor:
-        """Values of the images, handed to their rows."""
+        """Values of the images (B, ...), for the rows."""
         raise NotImplementedError
 
     def gather(self, dense_BN: Tensor) -> Tensor:
@@ -119,21 +144,31 @@ class Tokens:
         """Back to rows."""
         raise NotImplementedError
 
-    def merged(self, size: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
-        """States and sizes of the rows after every leaving one has joined the staying one with the most alike key."""
+    @property
+    def size(self) -> Tensor:
+        """How many tokens each row is the mean of: 1 until it has been merged with others."""
+        size = self.notes.get("size")
+        return torch.ones_like(wide(self.x[..., 0])) if size is None else size
+
+    def merged(self, keep: Tensor, how: Merge) -> Self:
+        """The rows after those that leave have joined others. They still are live: `advance` takes them out."""
+        into = self.nearest(keep) if how.into is None else self.rows_of(how.into)
+        by_size = how.weight is None
+        x, total = self.joined(self.size if how.weight is None else how.weight, into)
+        notes = self.notes | {"size": total, "key_bias": total.log()} if by_size else self.notes
+        return self.changed(x=x, notes=notes)
+
+    def nearest(self, keep: Tensor) -> Tensor:
+        """For each patch that leaves the row with the most alike key, of the patches that go on; else its own row."""
         raise NotImplementedError
 
-    def merge_nearest(self, keep: Tensor) -> None:
-        """Patches that stop now join the one with the most alike key that goes on; where none does they are gone."""
-        patch = self.counted & ~self.is_prefix
-        staying = patch & keep
-        self.set_merged(staying, *self.merged(self.notes["size"], staying, patch & ~keep))
+    def rows_of(self, place: Tensor) -> Tensor:
+        """The rows of live tokens that are given by their place in their image."""
+        raise NotImplementedError
 
-    def set_merged(self, who: Tensor, mean: Tensor, size: Tensor) -> None:
-        """These rows become the mean of so many, and are attended to as the many they stand for."""
-        self.x = torch.where(who[..., None], mean.to(self.x.dtype), self.x)
-        size = self.notes["size"] = torch.where(who, size, self.notes["size"])
-        self.notes["key_bias"] = size.clamp_min(1).log()
+    def joined(self, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+        """States and weights after each row has joined the row `into`: `merge_ref` on rows."""
+        raise NotImplementedError
 
     @property
     def padding(self) -> Tensor:
@@ -146,11 +181,13 @@ class Tokens:
         raise NotImplementedError
 
     def read(self) -> Tensor:
-        """(B, classes): what the backbone would answer if everyone stopped now; 0 for images that are done."""
+        """(B, classes): what the backbone would answer if all tokens stopped now; 0 for images without live tokens."""
         raise NotImplementedError
 
-    def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Tokens:
-        """Only rows with `keep` go on; None: all."""
+    def advance(
+        self, keep: Tensor | None, gate: Tensor | None = None, merge: Merge | None = None, rows: Rows | None = None
+    ) -> Tokens:
+        """Only rows with `keep` go on; None: all. The arguments are the fields of `Verdict`."""
         raise NotImplementedError
 
     def stream(self) -> Tensor:
@@ -168,7 +205,7 @@ class Tokens:
 
     @property
     def empty(self) -> bool:
-        """Nobody in the whole batch is live. The masked layout computes every row anyway and never asks."""
+        """Whether no token of the batch is live. The masked layout computes every row anyway and does not look."""
         return False
 
     @property
@@ -189,10 +226,6 @@ class Tokens:
         forced = self.notes.get("forced")
         return keep if forced is None else forced > depth + 1
 
-    def forget(self) -> dict[str, Any]:
-        """What belonged to the block just run."""
-        return {"probe": None, "attention": None, "keys": None, "listed": None}
-
     @property
     def value(self) -> Tensor:
         """What is read of a row if it stops now: its state, or the mean over states a method asked for."""
@@ -211,8 +244,7 @@ class Packed(Tokens):
 
     flat_index: Tensor = None  # type: ignore[assignment]  # (T,) position b * N + n of each row, ascending
     lengths: list[int] = field(default_factory=list)  # live rows of each image
-    stopped: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (home, value) of those who left
-    first: Tensor | None = None  # `is_prefix`, once somebody has asked for it
+    stopped: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (flat_index, value) of rows that stopped
 
     @staticmethod
     def start(x_BND: Tensor, prefix: int) -> Packed:
@@ -220,18 +252,17 @@ class Packed(Tokens):
         flat_index = torch.arange(images * count, device=x_BND.device)
         return Packed(x_BND.flatten(0, 1), (images, count), prefix, flat_index=flat_index, lengths=[count] * images)
 
-    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Packed:
+    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module, probe: Probe) -> Packed:
         return self.changed(x=call(self.x[None])[0])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        if self.keeping_keys:
-            self.keys = self.mean_over_heads(k[0])
-        if self.watching:
-            self.attention = looked_at_packed(q.detach(), k.detach(), self.lengths, self.prefix, options.get("scale"))
         return attend_packed(q, k, v, self.lengths, self.notes.get("key_bias"), **options)
 
-    def mean_over_heads(self, rows_HTE: Tensor) -> Tensor:
-        return rows_HTE.mean(0)
+    def mean_keys(self, k: Tensor) -> Tensor:
+        return k[0].mean(0)  # (1, H, T, E) -> (T, E)
+
+    def class_attention(self, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+        return class_attention_packed(q, k, self.lengths, self.prefix, scale)
 
     @property
     def empty(self) -> bool:
@@ -268,22 +299,35 @@ class Packed(Tokens):
         return torch.empty_like(order).index_copy(0, order, self._within)
 
     @property
+    def _first(self) -> Tensor:
+        """(B,) the first row of each image."""
+        sizes = torch.tensor(self.lengths, device=self.x.device)
+        return sizes.cumsum(0) - sizes
+
+    @property
     def _within(self) -> Tensor:
         """(T,) how many rows of its image come before each."""
-        sizes = torch.tensor(self.lengths, device=self.x.device)
-        begin = sizes.cumsum(0) - sizes
-        return torch.arange(len(self.flat_index), device=self.flat_index.device) - begin[self.image]
+        return torch.arange(len(self.flat_index), device=self.flat_index.device) - self._first[self.image]
 
     @property
     def _slot(self) -> Tensor:
         """(T,) where each row sits in a padded (B * n) list."""
         return self.image * max(self.lengths) + self._within
 
-    def merged(self, size: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.keys is not None
-        rows = (wide(self.x), size, self.keys.detach(), staying, leaving)
-        mean, total = merged(*(self.pad(row) for row in rows))
-        return self.unpad(mean), self.unpad(total)
+    def nearest(self, keep: Tensor) -> Tensor:
+        assert self.probed.keys is not None
+        patch = ~self.is_prefix
+        padded = (self.pad(rows) for rows in (self.probed.keys.detach(), patch & keep, patch & ~keep))
+        return self.unpad(nearest_ref(*padded)) + self._first[self.image]
+
+    def rows_of(self, place: Tensor) -> Tensor:
+        row = torch.arange(len(self.flat_index), device=self.flat_index.device)
+        dense = row.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.flat_index, row)
+        return dense[self.image * self.shape[1] + place]
+
+    def joined(self, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+        x, total = merge_ref(self.x[None], weight[None], into[None])
+        return x[0], total[0]
 
     def pad(self, rows: Tensor) -> Tensor:
         images, longest = self.shape[0], max(self.lengths)
@@ -307,15 +351,18 @@ class Packed(Tokens):
         logits = self.reader(self.stream().index_select(0, going))
         return logits.new_zeros(self.shape[0], logits.shape[-1]).index_copy(0, going, logits)
 
-    def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Packed:
+    def advance(
+        self, keep: Tensor | None, gate: Tensor | None = None, merge: Merge | None = None, rows: Rows | None = None
+    ) -> Packed:
         if gate is not None and torch.is_grad_enabled():
             raise DwindleError(
                 "This method learns through gates on its decisions, which a pack of live rows cannot carry; train it "
                 "with layout='masked'."
             )
         if keep is None or (count := int(keep.count_nonzero())) == len(keep):
-            return self.changed(**self.forget())
-        return self.move(keep.argsort(descending=True, stable=True), count)
+            return self.changed(probed=NOTHING)
+        joined = self if merge is None else self.merged(keep, merge)
+        return joined.move(keep.argsort(descending=True, stable=True), count)
 
     def move(self, order: Tensor, count: int) -> Packed:
         """Only the first `count` rows of this order; the others are put aside."""
@@ -332,14 +379,13 @@ class Packed(Tokens):
             flat_index=flat_index[:count],
             lengths=lengths,
             stopped=[*self.stopped, (flat_index[count:], value[count:])],
-            first=None if self.first is None else self.first.index_select(0, going),
-            **self.forget(),
+            probed=NOTHING,
         )
 
     def stream(self) -> Tensor:
-        homes, values = zip(*self.stopped, (self.flat_index, self.value))
+        places, values = zip(*self.stopped, (self.flat_index, self.value))
         images, count = self.shape
-        flat = self.x.new_zeros(images * count, self.x.shape[-1]).index_copy(0, torch.cat(homes), torch.cat(values))
+        flat = self.x.new_zeros(images * count, self.x.shape[-1]).index_copy(0, torch.cat(places), torch.cat(values))
         return flat.view(images, count, -1)
 
     @property
@@ -349,12 +395,6 @@ class Packed(Tokens):
     @property
     def place(self) -> Tensor:
         return self.flat_index % self.shape[1]
-
-    @property
-    def is_prefix(self) -> Tensor:
-        if self.first is None:
-            self.first = super().is_prefix
-        return self.first
 
 
 def wide(x: Tensor) -> Tensor:

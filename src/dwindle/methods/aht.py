@@ -26,11 +26,13 @@ from ..core.method import (
     require,
     wide,
 )
-from ..core.tokens import Tokens
+from ..core.tokens import Probe, Tokens
 from ..core.trace import Trace
 from ..errors import unknown
+from ..ops.merging import Merge
 from ..ops.planner import Halt, Plan, halt, image_mean
 from ..ops.planner import plan as plan_rows
+from ..ops.rows import Rows
 from ..settings import Above0, Budget, Share, Size, Stages, Whole0
 
 if TYPE_CHECKING:
@@ -203,58 +205,60 @@ class AHT(Method):
         for stage in self.stages:
             self.planners[str(stage)] = Planner(shape, self.hidden)
 
+    @property
+    def keeps_prefix(self) -> bool:  # type: ignore[override]
+        return not self.halt_class
+
     def start(self, tokens: Tokens) -> Tokens:
-        tokens.probed, tokens.probe_detached = self.neuron, self.detach
-        tokens.prefix_stays = not self.halt_class and "forced" not in tokens.notes
-        zero = torch.zeros_like(x := tokens.x[..., 0], dtype=torch.promote_types(x.dtype, torch.float32))
-        # Sums that start there never reach the threshold.
+        zero = torch.zeros_like(wide(tokens.x[..., 0]))
+        # Sums that begin at -inf never reach the threshold.
         tokens.notes["cumulative"] = zero if self.halt_class else zero.masked_fill(tokens.is_prefix, -torch.inf)
-        # Until a planner has spoken, everyone goes to the end.
+        # Until the first planner has planned, all tokens go to the end.
         tokens.notes["plan"] = torch.full_like(zero, self.shape.blocks)
         if self.straight_through and self.training:
             tokens.notes["survival"] = zero + 1
-        if self.merge != "none":
-            tokens.notes["size"] = zero + 1  # how many tokens a row is the mean of
         if self.merge == "rest":
-            tokens.notes["rest"] = zero.bool()  # it is the image's rest token
-        tokens.keys_to_merge = self.merge == "nearest"
-        tokens.keeping_keys = self.merge == "nearest" and self._may_halt(1)
+            tokens.notes["rest"] = zero.bool()  # whether it is the image's rest token
         return tokens
+
+    def probe(self, depth: int) -> Probe:
+        return Probe(self.neuron, self.detach, merging=self.merge == "nearest" and self._may_halt(depth + 1))
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
         layer = depth + 1
         record = self._plan(layer, tokens) if layer in self.stages else {}
-        score, keep = self._supervise(layer, tokens)
+        score, keep, rows = self._supervise(layer, tokens)
         record["score"] = score
-        tokens.keeping_keys = self.merge == "nearest" and self._may_halt(layer + 1)
         if keep is None:
             return Verdict(None, record=record)
+        merge = None
         if self.merge == "rest" and "forced" not in tokens.notes and layer < self.shape.blocks:
-            keep = self._take_along(tokens, keep)
+            keep, merge = self._rest(tokens, keep)
+            rows = None  # they are of the keep before
         if self.merge == "nearest" and self._may_halt(layer):
-            tokens.merge_nearest(keep)
-        return Verdict(keep, gate=self._gate(tokens, score, keep), record=record)
+            merge = Merge()
+        return Verdict(keep, gate=self._gate(tokens, score, keep), record=record, merge=merge, rows=rows)
 
-    def _supervise(self, layer: int, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
-        """Section 3.3: scores, and who goes on by their sums; None: nobody was planned to stop yet."""
-        probe, plan, before = tokens.probe, tokens.notes["plan"], tokens.notes["cumulative"]
-        assert probe is not None
+    def _supervise(self, layer: int, tokens: Tokens) -> tuple[Tensor, Tensor | None, Rows | None]:
+        """Section 3.3: scores, and which rows go on by their sums; None: no plan can have stopped a token yet. The rows
+        that go on as a list, where a kernel decides."""
+        neuron, plan, before = tokens.probed.neuron, tokens.notes["plan"], tokens.notes["cumulative"]
+        assert neuron is not None
         early = self.relative and layer < self.stages[0] and "forced" not in tokens.notes
+        keep, rows = None, None
         if tokens.rows is not None:
             prefix = 0 if self.halt_class else tokens.prefix
             limit = self._of_images(tokens, "threshold")
             rule = Halt(self.gamma, self.beta, self.follow, layer, limit, prefix)
-            score, total, keep, rows = halt(probe, plan, before, tokens.counted, rule, tokens.notes.get("forced"))
-            tokens.listed = (keep, rows)
+            score, total, keep, rows = halt(neuron, plan, before, tokens.counted, rule, tokens.notes.get("forced"))
         else:
-            feature = torch.sub(wide(probe), plan - layer, alpha=self.follow)
+            feature = torch.sub(wide(neuron), plan - layer, alpha=self.follow)
             score = torch.sigmoid(torch.addcmul(self.beta, self.gamma, feature))
             total = before + score
-            keep = None
             if not early:
                 keep = tokens.decide(layer - 1, total < self.operating_value(tokens, "threshold"))
         tokens.notes["cumulative"] = total
-        return score, None if early else keep
+        return score, None if early else keep, rows
 
     def _plan(self, layer: int, tokens: Tokens) -> dict[str, Tensor]:
         """Depths in [1, L], noted on the tokens."""
@@ -291,26 +295,23 @@ class AHT(Method):
         return record
 
     def _of_images(self, tokens: Tokens, name: str) -> Any:
-        """`dialled`, for kernels: one value, or one for each image."""
+        """`operating_value`, for kernels: one value, or one for each image."""
         value = self.operating_value(tokens, name)
         return value if value is getattr(self, name) else value[:, 0]
 
     def _may_halt(self, layer: int) -> bool:
-        """Before the first plan hardly anyone does; after the last block nobody needs to."""
+        """Whether tokens may halt after this block: hardly any does before the first plan, none needs to at the end."""
         return self.stages[0] <= layer < self.shape.blocks
 
-    def _take_along(self, tokens: Tokens, keep: Tensor) -> Tensor:
-        """Those who halt join the image's rest token; the first of the first ones becomes it."""
-        size, old = tokens.notes["size"], tokens.notes["rest"]
+    def _rest(self, tokens: Tokens, keep: Tensor) -> tuple[Tensor, Merge]:
+        """All tokens of an image that halt join one of them, its rest token: the first of those that halt first."""
+        old = tokens.notes["rest"]
         leaving = tokens.counted & ~keep & ~tokens.is_prefix & ~old
-        none_yet = tokens.per_image(tokens.image_sum(old.to(size.dtype)) == 0)
-        chosen = leaving & none_yet & (tokens.rank(leaving.to(size.dtype)) == 0)
-        weight = size * (leaving | old)
-        total = tokens.image_sum(weight)
-        mean = tokens.image_sum(weight[..., None] * wide(tokens.x)) / total.clamp_min(1)[:, None]
-        rest = tokens.notes["rest"] = old | chosen
-        tokens.set_merged(rest, tokens.per_image(mean), tokens.per_image(total))
-        return keep | rest
+        score = wide(leaving.to(tokens.x.dtype))
+        none_yet = tokens.per_image(tokens.image_sum(old.to(score.dtype)) == 0)
+        rest = tokens.notes["rest"] = old | (leaving & none_yet & (tokens.rank(score) == 0))
+        place = tokens.per_image(tokens.image_sum(tokens.place * rest))
+        return keep | rest, Merge(torch.where(leaving, place, tokens.place))
 
     def _gate(self, tokens: Tokens, score: Tensor, keep: Tensor) -> Tensor | None:
         """Hard in value, with the gradient of the token's chance to come this far, prod (1 - h)."""

@@ -47,6 +47,7 @@ class DynamicViT(Method):
 
     paper = "DynamicViT: Efficient Vision Transformers with Dynamic Token Sparsification, 2021"
     asks_features = True
+    keeps_prefix = True
 
     def __init__(
         self,

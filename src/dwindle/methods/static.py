@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from ..core.method import Method, Verdict
-from ..core.tokens import Tokens
+from ..core.tokens import Probe, Tokens
 
 
 class Static(Method):
-    """Every token runs through every block. As a teacher it can note what the class token looked at."""
+    """Every token runs through every block. As a teacher it can record which tokens the class token attends to."""
 
     needs_training = False
+    keeps_prefix = True
     paper = "the wrapped model itself"
 
     def __init__(self, attention: bool = False) -> None:
@@ -20,14 +21,12 @@ class Static(Method):
         super().__init__()
         self.attention = attention
 
-    def start(self, tokens: Tokens) -> Tokens:
-        tokens.watching = self.attention
-        return tokens
+    def probe(self, depth: int) -> Probe:
+        return Probe(attention=self.attention)
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
-        return Verdict(
-            tokens.decide(depth, None), record={} if tokens.attention is None else {"attention": tokens.attention}
-        )
+        attention = tokens.probed.attention
+        return Verdict(tokens.decide(depth, None), record={} if attention is None else {"attention": attention})
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         if not self.attention:

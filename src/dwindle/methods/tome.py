@@ -11,7 +11,8 @@ from torch import Tensor
 from ..core.backbone import Shape
 from ..core.cost import bisected, block_macs, budget_share, fixed_macs, static_macs
 from ..core.method import Method, Verdict, require, wide
-from ..core.tokens import Tokens
+from ..core.tokens import Probe, Tokens
+from ..ops.merging import Merge
 from ..settings import Budget, Within
 
 
@@ -23,6 +24,7 @@ class ToMe(Method):
     """
 
     needs_training = False
+    keeps_prefix = True
     paper = "Token Merging: Your ViT But Faster, 2023"
 
     def __init__(self, r: Annotated[float, Within(0, 1e6)] | None = None, budget: Budget = None) -> None:
@@ -66,47 +68,34 @@ class ToMe(Method):
             return 0
         return int(self.r * (depth + 1) + 1e-6) - int(self.r * depth + 1e-6)
 
-    def start(self, tokens: Tokens) -> Tokens:
-        tokens.keeping_keys = self._merged_at(0) > 0
-        tokens.notes["size"] = torch.ones_like(wide(tokens.x[..., 0]))
-        return tokens
+    def probe(self, depth: int) -> Probe:
+        return Probe(keys=self._merged_at(depth) > 0)
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
-        keys, count = tokens.keys, self._merged_at(depth)
-        tokens.keeping_keys = self._merged_at(depth + 1) > 0
+        keys, count = tokens.probed.keys, self._merged_at(depth)
         if not count:
             return Verdict(tokens.decide(depth, None))
         assert keys is not None
-        likeness, partner = self._match(tokens, F.normalize(wide(keys), dim=-1))
-        both = _interleave(likeness, torch.full_like(likeness, -torch.inf))
-        alike = tokens.unpad(both[:, : tokens.padding.shape[1]])
+        alike, partner = self._match(tokens, F.normalize(wide(keys), dim=-1))
         half = tokens.image_sum(wide((~tokens.is_prefix).to(alike.dtype))) // 2  # at most this many, as in the paper
-        merged = tokens.rank(alike) < tokens.per_image(half.clamp_max(count))
-        keep = tokens.decide(depth, ~merged)
-        self._merge(tokens, merged & ~keep, partner)
-        return Verdict(keep, record={"score": alike.nan_to_num(neginf=-1.0)})
+        joins = tokens.rank(alike) < tokens.per_image(half.clamp_max(count))
+        keep = tokens.decide(depth, ~joins)
+        merge = Merge(torch.where(joins & ~keep, partner, tokens.place))
+        return Verdict(keep, record={"score": alike.nan_to_num(neginf=-1.0)}, merge=merge)
 
     def _match(self, tokens: Tokens, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, pairs): for every second token of an image the most alike of the others, and how alike they are."""
-        free = tokens.padding & ~tokens.pad(tokens.is_prefix)
-        keys, free = _even(tokens.pad(keys)), _even(free)
-        likeness = keys[:, ::2] @ keys[:, 1::2].transpose(1, 2)
-        allowed = free[:, ::2, None] & free[:, None, 1::2]
-        best, partner = likeness.masked_fill(~allowed, -torch.inf).max(-1)
-        return best, partner
-
-    def _merge(self, tokens: Tokens, merged: Tensor, partner: Tensor) -> None:
-        size = tokens.notes["size"]
-        weight = _even(tokens.pad(size * merged))[:, ::2]  # of those who join their partner
-        sums = _even(tokens.pad(wide(tokens.x) * size[..., None]))  # (B, n, D)
-        joined = sums[:, ::2] * (weight > 0)[..., None]
-        sums = _add_odd(sums, partner, joined)
-        sizes = _add_odd(_even(tokens.pad(size))[..., None], partner, weight[..., None])
+        """On rows: for every second token of an image how alike the most alike of the others is, and which it is (its
+        place in the image). -inf for the others, and where there is none."""
         longest = tokens.padding.shape[1]
-        whole = tokens.unpad(sizes[:, :longest])[..., 0]
-        tokens.x = (tokens.unpad(sums[:, :longest]) / whole.clamp_min(1)[..., None]).to(tokens.x.dtype)
-        tokens.notes["size"] = whole
-        tokens.notes["key_bias"] = whole.clamp_min(1).log()  # attention in proportion to the patches a token stands for
+        free = _even(tokens.padding & ~tokens.pad(tokens.is_prefix))
+        keys, place = _even(tokens.pad(keys)), _even(tokens.pad(tokens.place))
+        alike = (keys[:, ::2] @ keys[:, 1::2].transpose(1, 2)).masked_fill(
+            ~(free[:, ::2, None] & free[:, None, 1::2]), -torch.inf
+        )
+        best, partner = alike.max(-1)  # (B, n / 2)
+        partner = place[:, 1::2].gather(1, partner)
+        best = _interleave(best, torch.full_like(best, -torch.inf))
+        return tokens.unpad(best[:, :longest]), tokens.unpad(_interleave(partner, partner)[:, :longest])
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         if not self._merged_at(depth):
@@ -115,17 +104,10 @@ class ToMe(Method):
 
 
 def _even(padded: Tensor) -> Tensor:
-    """One more, that is none, where the second axis is odd."""
+    """With an empty entry more where the second axis is odd."""
     missing = padded.shape[1] % 2
     return torch.cat([padded, torch.zeros_like(padded[:, :missing])], 1)
 
 
 def _interleave(first: Tensor, second: Tensor) -> Tensor:
     return torch.stack([first, second], -1).flatten(1)
-
-
-def _add_odd(values: Tensor, partner: Tensor, parts: Tensor) -> Tensor:
-    """Add what each joiner brings to its partner among the second of every two."""
-    index = partner[..., None].expand_as(parts)
-    odd = values[:, 1::2].scatter_add(1, index, parts)
-    return torch.stack([values[:, ::2], odd], 2).flatten(1, 2)

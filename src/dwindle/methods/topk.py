@@ -8,14 +8,16 @@ from torch import Tensor
 from ..core.backbone import Shape
 from ..core.cost import keep_for
 from ..core.method import Method, Verdict, check_stages, wide
-from ..core.tokens import Tokens
+from ..core.tokens import Probe, Tokens
+from ..ops.merging import Merge
 from ..settings import Budget, Share, Stages
 
 
 class TopK(Method):
-    """After some blocks only the patches the class token looked at most go on, the same number in every image."""
+    """After some blocks only the patches that the class token attends to most go on, as many in every image."""
 
     needs_training = False
+    keeps_prefix = True
     paper = "EViT: Expediting Vision Transformers via Token Reorganizations, 2022"
 
     def __init__(
@@ -43,33 +45,25 @@ class TopK(Method):
         if self.budget is not None:
             self.keep.fill_(keep_for(self.budget, shape, self.stages, self.macs, int(self.fuse)))
 
-    def start(self, tokens: Tokens) -> Tokens:
-        tokens.watching = 1 in self.stages
-        return tokens
+    def probe(self, depth: int) -> Probe:
+        return Probe(attention=depth + 1 in self.stages)
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
-        layer = depth + 1
-        tokens.watching = layer + 1 in self.stages
-        if layer not in self.stages:
+        if depth + 1 not in self.stages:
             return Verdict(tokens.decide(depth, None))
-        assert tokens.attention is not None
-        score = tokens.attention
+        score = tokens.probed.attention
+        assert score is not None
         patch = ~tokens.is_prefix
-        place = tokens.rank(score.masked_fill(~patch, -torch.inf))
+        rank = tokens.rank(score.masked_fill(~patch, -torch.inf))
         # Rounded against noise in the product: 0.7 * 10 is 7, not 8.
         wanted = tokens.per_image((self.keep * tokens.image_sum(wide(patch.to(score.dtype))) - 1e-4).ceil())
-        keep = (place < wanted) | ~patch
+        keep, merge = (rank < wanted) | ~patch, None
         if self.fuse and "forced" not in tokens.notes:
             leaving = tokens.counted & ~keep
-            carrier = leaving & (place == wanted)  # the first of those who would leave
-            tokens.x = torch.where(carrier[..., None], self._fused(tokens, score * leaving), tokens.x)
-            keep = keep | carrier
-        return Verdict(tokens.decide(depth, keep), record={"score": score})
-
-    def _fused(self, tokens: Tokens, weight: Tensor) -> Tensor:
-        weight = weight.to(tokens.x.dtype)
-        total = tokens.image_sum(weight).clamp_min(torch.finfo(weight.dtype).tiny)
-        return tokens.per_image(tokens.image_sum(weight[..., None] * tokens.x) / total[:, None])
+            best = leaving & (rank == wanted)  # the best of those that would leave goes on, as the mean of all of them
+            place = tokens.per_image(tokens.image_sum(tokens.place * best))
+            keep, merge = keep | best, Merge(torch.where(leaving, place, tokens.place), weight=score)
+        return Verdict(tokens.decide(depth, keep), record={"score": score}, merge=merge)
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         if depth + 1 not in self.stages:

@@ -97,7 +97,7 @@ def attend_packed(
     return torch.cat(outs, 1).transpose(1, 2)
 
 
-def looked_at(q: Tensor, k: Tensor, gate_BN: Tensor, prefix: int, scale: float | None = None) -> Tensor:
+def class_attention(q: Tensor, k: Tensor, gate_BN: Tensor, prefix: int, scale: float | None = None) -> Tensor:
     """(B, N): the share of attention each token gets, mean over heads, from the class token; from all where none is."""
     queries = q[:, :, :1] if prefix else q
     scores = queries @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -108,12 +108,14 @@ def looked_at(q: Tensor, k: Tensor, gate_BN: Tensor, prefix: int, scale: float |
     return weights.sum(2).mean(1)
 
 
-def looked_at_packed(q: Tensor, k: Tensor, lengths: Sequence[int], prefix: int, scale: float | None = None) -> Tensor:
-    """(T,): `looked_at`, image by image."""
+def class_attention_packed(
+    q: Tensor, k: Tensor, lengths: Sequence[int], prefix: int, scale: float | None = None
+) -> Tensor:
+    """(T,): `class_attention`, image by image."""
     parts = zip(q.split(list(lengths), 2), k.split(list(lengths), 2))
     return torch.cat(
         [
-            looked_at(q_i, k_i, q_i.new_ones(1, q_i.shape[2], dtype=torch.bool), prefix, scale)[0]
+            class_attention(q_i, k_i, q_i.new_ones(1, q_i.shape[2], dtype=torch.bool), prefix, scale)[0]
             for q_i, k_i in parts
             if q_i.shape[2]
         ]

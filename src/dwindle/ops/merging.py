@@ -1,59 +1,141 @@
-"""Tokens that leave hand what they hold to those who stay. `inherit` is its own definition: plain torch throughout."""
+"""Tokens that leave join tokens that go on, which become their mean: one operation, for every method that merges.
+
+`merge_ref` is the definition: who joins whom is given by an index. `nearest_ref` is the most common way to choose: by
+the most alike key, as ToMe does. On live rows listed on the device both are two kernels, `merge_rows`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .launch import interpreted, overlapping, power_of_two, precision
+from .rows import Rows, available
 
-def merged(x: Tensor, size: Tensor, keys: Tensor, staying: Tensor, leaving: Tensor) -> tuple[Tensor, Tensor]:
-    """Every leaving token joins the staying one with the most alike key, which becomes their mean by size.
 
-    x (B, n, D), keys (B, n, E), size (B, n): how many tokens an entry is the mean of; returns the new x and size, of
-    which only those of staying entries mean anything. Where nobody stays, nobody inherits.
+@dataclass(frozen=True)
+class Merge:
+    """What a method wants to become of tokens that leave. Values are on rows."""
+
+    into: Tensor | None = None  # which token of its image (0..N-1) each row joins; its own: it joins none. None: each
+    # patch that leaves joins the patch with the most alike key that goes on; where none goes on it is gone
+    weight: Tensor | None = None  # how much a row counts in the mean, as one token. None: by its size, the number of
+    # tokens it is the mean of; sizes then add up, and attention counts the row as that many
+
+
+def merge_ref(x: Tensor, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+    """x_j = sum of w_i x_i / total_j over all i with into_i = j, and total_j, the sum of those w_i.
+
+    x (B, n, D), weight (B, n), into (B, n): the entry that each joins, its own for one that stays as it is. An entry
+    that nobody joins keeps its x, and an entry that leaves its weight.
     """
-    keys = F.normalize(keys.to(x.dtype), dim=-1)
-    into = (keys @ keys.transpose(1, 2)).masked_fill(~staying[:, None, :], -torch.inf).argmax(-1)
-    weight = size * (leaving & staying.any(-1, keepdim=True))
-    total = size.scatter_add(1, into, weight)
-    sums = (x * size[..., None]).scatter_add(1, into[..., None].expand_as(x), x * weight[..., None])
-    return sums / total.clamp_min(1)[..., None], total
+    images, count = weight.shape
+    own = torch.arange(count, device=into.device)
+    first = count * torch.arange(images, device=into.device)[:, None]
+    flat = (into + first).flatten()
+    given = torch.where(into == own, 0.0, weight)
+    total = weight.flatten().index_add(0, flat, given.flatten()).view_as(weight)
+    exact = x.to(torch.promote_types(x.dtype, weight.dtype))
+    brought = (exact * given[..., None]).flatten(0, 1)
+    sums = (exact * weight[..., None]).flatten(0, 1).index_add(0, flat, brought).view_as(x)
+    mean = sums / total.clamp_min(torch.finfo(total.dtype).tiny)[..., None]
+    return torch.where((total > weight)[..., None], mean.to(x.dtype), x), total
 
 
-def nearest_key(lost_LE: Tensor, keys_GE: Tensor, left: Sequence[int], stay: Sequence[int], prefix: int) -> Tensor:
-    """(L,) which of the staying rows inherits from each leaving one, by their keys; -1: its image has none.
+def nearest_ref(keys: Tensor, staying: Tensor, leaving: Tensor) -> Tensor:
+    """(B, n): for each leaving entry the staying one of its image with the most alike key; for all others their own.
 
-    left, stay: how many of the rows belong to image i. The first `prefix` of those who stay inherit nothing.
+    keys (B, n, E), alike by their cosine. In an image where nobody stays, nobody joins another.
     """
-    # In bf16 many would be as alike, and on a CPU oneDNN would write code for each number of rows.
-    fine = torch.promote_types(keys_GE.dtype, torch.float32)
-    lost_LE, keys_GE = lost_LE.to(fine), keys_GE.to(fine)
-    keys_GE = keys_GE / torch.linalg.vector_norm(keys_GE, dim=-1, keepdim=True).clamp_min_(1e-12)
-    if len(stay) == 1 and stay[0] > prefix:
-        return (lost_LE @ keys_GE[prefix:].T).argmax(1).add_(prefix)
-    found = torch.empty(len(lost_LE), dtype=torch.long, device=lost_LE.device)
-    keys_EG, row, first = keys_GE.T, 0, 0
-    for lost, kept in zip(left, stay):
-        into = found[row : row + lost]
-        if kept > prefix:
-            alike = lost_LE[row : row + lost] @ keys_EG[:, first + prefix : first + kept]
-            torch.argmax(alike, 1, out=into).add_(first + prefix)
-        else:
-            into.fill_(-1)
-        row, first = row + lost, first + kept
-    return found
+    keys = F.normalize(keys.to(torch.promote_types(keys.dtype, torch.float32)), dim=-1)
+    alike = (keys @ keys.transpose(1, 2)).masked_fill(~staying[:, None, :], -torch.inf)
+    own = torch.arange(keys.shape[1], device=keys.device)
+    return torch.where(leaving & staying.any(-1, keepdim=True), alike.argmax(-1), own)
 
 
-def add_merged(lost_LD: Tensor, given_L: Tensor, into_L: Tensor, x_GD: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor]:
-    """The staying rows as means by size of themselves and what they inherit, and their sizes. May write to x."""
-    if len(x_GD) == 0:
-        return x_GD, size_G
-    if (none := into_L < 0).any():
-        into_L, given_L = into_L.clamp_min(0), given_L.masked_fill(none, 0)
-    total = size_G.index_add(0, into_L, given_L)
-    share = given_L / total.index_select(0, into_L)
-    wide = x_GD.to(total.dtype).mul_((size_G / total)[:, None])
-    return wide.index_add_(0, into_L, lost_LD * share[:, None]).to(x_GD.dtype), total
+def merge_rows_ref(
+    x_BND: Tensor, qkv: Tensor, heads: int, rows: Rows, new: Rows, size_BN: Tensor, bias_BN: Tensor, prefix: int
+) -> None:
+    """Patches that are live in `rows` and not in `new` join the nearest patch of `new`, in place.
+
+    qkv (R, 3 * H * E): of `rows`, compact; keys are compared as their mean over heads. size: how many tokens each row
+    is the mean of. bias: its logarithm, which attention adds to the row's scores as a key.
+    """
+    images, tokens, width = x_BND.shape
+    before, after = (torch.zeros(images * tokens, dtype=torch.bool, device=x_BND.device) for _ in range(2))
+    before[rows.live()], after[new.live()] = True, True
+    patch = torch.arange(tokens, device=x_BND.device) >= prefix
+    staying, leaving = ((who.view(images, tokens) & patch) for who in (after, before & ~after))
+    keys = x_BND.new_zeros(images * tokens, width // heads)
+    keys[rows.live()] = qkv[: len(rows.live()), width : 2 * width].unflatten(1, (heads, -1)).mean(1)
+    into = nearest_ref(keys.view(images, tokens, -1), staying, leaving)
+    mean, total = merge_ref(x_BND, size_BN, into)
+    joined = total > size_BN
+    x_BND.copy_(mean)
+    size_BN.copy_(total)
+    bias_BN.copy_(torch.where(joined, total.log(), bias_BN))
+
+
+def merge_rows(
+    x_BND: Tensor,
+    qkv: Tensor,
+    heads: int,
+    rows: Rows,
+    new: Rows,
+    live_BN: Tensor,
+    size_BN: Tensor,
+    bias_BN: Tensor,
+    prefix: int,
+) -> None:
+    """`merge_rows_ref` in two launches, which pass over images nobody leaves. live: the rows of `new`, as (B, N)."""
+    if not available(x_BND):
+        return merge_rows_ref(x_BND, qkv, heads, rows, new, size_BN, bias_BN, prefix)
+    images, tokens, width = x_BND.shape
+    into = torch.empty(images * tokens, dtype=torch.int32, device=x_BND.device)
+    # For few images many small programs; for many images larger tiles, which read the other rows less often.
+    tile = 16 if interpreted() or images <= 16 else 32
+    other = 16 if interpreted() else 64
+    how: dict[str, Any] = {"PRECISION": precision(x_BND), **overlapping(x_BND, len(into))}
+    kernels().nearest_key_kernel[(-(-tokens // tile), images)](
+        qkv,
+        rows.rows_R,
+        rows.starts,
+        new.starts,
+        live_BN.view(torch.uint8),
+        into,
+        tokens,
+        heads,
+        width // heads,
+        prefix,
+        BM=tile,
+        BJ=other,
+        BE=power_of_two(width // heads, 16),
+        **how,
+    )
+    kernels().merge_kernel[(-(-tokens // tile), images)](
+        x_BND,
+        rows.rows_R,
+        rows.starts,
+        new.rows_R,
+        new.starts,
+        into,
+        size_BN,
+        bias_BN,
+        width,
+        BM=tile,
+        BJ=other,
+        BD=64,
+        **how,
+    )
+
+
+@cache
+def kernels() -> Any:
+    from . import merging_triton  # asked for only where Triton is
+
+    return merging_triton

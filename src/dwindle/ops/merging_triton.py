@@ -1,4 +1,4 @@
-"""Triton kernels of `heirs_rows.py`, where their plain twin and the meaning of every argument are."""
+"""Triton kernels of `merging.py`, where their definitions and the meaning of every argument are."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,7 @@ def nearest_key_kernel(
     starts_ptr,
     new_starts_ptr,
     live_ptr,
-    heir_ptr,
+    into_ptr,
     N,
     H,
     E,
@@ -36,7 +36,7 @@ def nearest_key_kernel(
     BJ: tl.constexpr,
     BE: tl.constexpr,
 ):
-    """Of some rows of an image: which row inherits from each; -1: it stays, or nobody does."""
+    """Of some rows of an image: which row each joins; -1: it stays, or there is none to join."""
     meet(PDL)
     image = tl.program_id(1)
     start = tl.load(starts_ptr + image)
@@ -64,7 +64,7 @@ def nearest_key_kernel(
             better = most > best
             into = tl.where(better, tl.load(rows_ptr + start + begin + at, mask=better, other=0), into)
             best = tl.where(better, most, best)
-    tl.store(heir_ptr + row, tl.where(leaves, into, -1), mask=i < length)
+    tl.store(into_ptr + row, tl.where(leaves, into, -1), mask=i < length)
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def merge_kernel(
     starts_ptr,
     new_rows_ptr,
     new_starts_ptr,
-    heir_ptr,
+    into_ptr,
     size_ptr,
     bias_ptr,
     D,
@@ -95,27 +95,27 @@ def merge_kernel(
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     if (tl.program_id(0) * BM >= staying) | (staying == length):
         return
-    row = tl.load(new_rows_ptr + new_start + i, mask=i < staying, other=-2)  # -2: nobody's heir
+    row = tl.load(new_rows_ptr + new_start + i, mask=i < staying, other=-2)  # -2: nobody joins it
     own = tl.load(size_ptr + row, mask=i < staying, other=1.0)
     total = own
     for begin in range(0, length, BJ):
         j = begin + tl.arange(0, BJ)
         other = tl.load(rows_ptr + start + j, mask=j < length, other=0)
-        into = tl.load(heir_ptr + other, mask=j < length, other=-1)
+        into = tl.load(into_ptr + other, mask=j < length, other=-1)
         left = tl.load(size_ptr + other, mask=(j < length) & (into >= 0), other=0.0)
         total += tl.sum(tl.where(into[None, :] == row[:, None], left[None, :], 0.0), 1)
-    inherits = (i < staying) & (total > own)
-    if tl.max(inherits.to(tl.int32), 0) == 0:
+    joined = (i < staying) & (total > own)
+    if tl.max(joined.to(tl.int32), 0) == 0:
         return
     for begin_d in range(0, D, BD):
         d = begin_d + tl.arange(0, BD)
         x_at = x_ptr + row.to(tl.int64)[:, None] * D + d[None, :]
-        seen = inherits[:, None] & (d < D)[None, :]
+        seen = joined[:, None] & (d < D)[None, :]
         acc = tl.load(x_at, mask=seen, other=0.0).to(tl.float32) * own[:, None]
         for begin in range(0, length, BJ):
             j = begin + tl.arange(0, BJ)
             other = tl.load(rows_ptr + start + j, mask=j < length, other=0)
-            into = tl.load(heir_ptr + other, mask=j < length, other=-1)
+            into = tl.load(into_ptr + other, mask=j < length, other=-1)
             left = tl.load(size_ptr + other, mask=(j < length) & (into >= 0), other=0.0)
             weight = tl.where(into[None, :] == row[:, None], left[None, :], 0.0)
             theirs = tl.load(
@@ -126,5 +126,5 @@ def merge_kernel(
             # Sizes are whole numbers, and half precision's values are exact in TF32: nothing is lost.
             acc = tl.dot(weight, theirs.to(tl.float32), acc, input_precision=PRECISION)
         tl.store(x_at, (acc / total[:, None]).to(x_ptr.dtype.element_ty), mask=seen)
-    tl.store(size_ptr + row, total, mask=inherits)
-    tl.store(bias_ptr + row, tl.log(total), mask=inherits)
+    tl.store(size_ptr + row, total, mask=joined)
+    tl.store(bias_ptr + row, tl.log(total), mask=joined)

@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module
 
 from ..core.backbone import BlockParts
-from ..core.tokens import Packed
+from ..core.tokens import Packed, Probe, Probed
 from ..ops.linear import Packs, roomy
-from ..ops.merging import add_merged, nearest_key
 
 
 def _quick_gelu_(x: Tensor) -> Tensor:
@@ -48,7 +46,6 @@ def watched_everywhere() -> bool:
 class CpuPacked(Packed):
     block_parts: dict[nn.Module, BlockParts | None] = field(default_factory=dict)
     packs: Packs = field(default_factory=Packs)
-    merging: bool = False  # those who stop now have heirs
 
     @staticmethod
     def begin(x_BND: Tensor, prefix: int, block_parts: dict[nn.Module, BlockParts | None], packs: Packs) -> CpuPacked:
@@ -63,19 +60,20 @@ class CpuPacked(Packed):
             packs=packs,
         )
 
-    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Packed:
+    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module, probe: Probe) -> Packed:
         parts = self.block_parts.get(block)
         if parts is None:
-            return super().update(call, block)
-        self.x, self.probe = self._think(parts, self._attend(parts, self.x))
-        return self
+            return super().update(call, block, probe)
+        x, looked = self._attend(parts, self.x, probe)
+        x, neuron = self._think(parts, x, probe)
+        return self.changed(x=x, probed=Probed(neuron, looked.attention, looked.keys))
 
     def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """Too narrow to be packed for its speed; in bf16 it is, as it would meet any number of rows."""
         return self.packs(layer, x) if x.dtype == torch.bfloat16 else layer(x)
 
-    def _attend(self, parts: BlockParts, x_TD: Tensor) -> Tensor:
-        """x plus its attention update."""
+    def _attend(self, parts: BlockParts, x_TD: Tensor, probe: Probe) -> tuple[Tensor, Probed]:
+        """x plus its attention update, and what the probe asks of attention."""
         normed = _norm(parts.norm1, x_TD)
         made = [self.packs(layer, normed) for layer in parts.qkv]  # one layer, or three
         qkv = made[0] if len(made) == 1 else torch.cat(made, -1)
@@ -84,44 +82,22 @@ class CpuPacked(Packed):
             q, k = parts.q_norm(q), parts.k_norm(k)
         mixed = self.attend(q, k, v, scale=parts.scale)
         update = self.packs(parts.proj, mixed[0].transpose(0, 1).flatten(1))
-        return _added(x_TD, update, parts.scale1)
+        return _added(x_TD, update, parts.scale1), self.look(probe, q, k, parts.scale)
 
-    def _think(self, parts: BlockParts, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _think(self, parts: BlockParts, x_TD: Tensor, probe: Probe) -> tuple[Tensor, Tensor | None]:
         """x plus its MLP's update, and the neuron that was asked for."""
         normed = _norm(parts.norm2, x_TD)
         if self.packs.takes(parts.fc1, normed) and self.packs.takes(parts.fc2, normed):
             normed = roomy(normed)  # the rows that fill up stay until the sum
         hidden = self.packs(parts.fc1, normed)
-        probe = None if self.probed is None else hidden[: len(x_TD)].select(1, self.probed).clone()
+        neuron = None if probe.neuron is None else hidden[: len(x_TD)].select(1, probe.neuron).clone()
         update = self.packs(parts.fc2, ACTIVATIONS[parts.act](hidden))[: len(x_TD)]
-        return _added(x_TD, update, parts.scale2), probe
+        return _added(x_TD, update, parts.scale2), neuron
 
-    def mean_over_heads(self, rows_HTE: Tensor) -> Tensor:
+    def mean_keys(self, k: Tensor) -> Tensor:
         """Head by head: torch is slow to sum over so few."""
-        exact = rows_HTE.dtype == torch.float32  # in half precision each sum would be rounded
-        return reduce(torch.add, rows_HTE).div_(len(rows_HTE)) if exact else super().mean_over_heads(rows_HTE)
-
-    def merge_nearest(self, keep: Tensor) -> None:
-        if not self.prefix_stays:
-            return super().merge_nearest(keep)
-        self.merging = True  # done in `move`, when it is known who stays and who not
-
-    def move(self, order: Tensor, count: int) -> Packed:
-        if self.merging:
-            self.notes.pop("key_bias", None)  # it will be another
-        after = super().move(order, count)
-        if self.merging:
-            assert self.keys is not None and "final" not in self.notes
-            keys, (_, lost) = self.keys.index_select(0, order), after.stopped[-1]
-            left = [before - now for before, now in zip(self.lengths, after.lengths)]
-            into = nearest_key(keys[count:], keys[:count], left, after.lengths, self.prefix)
-            size, given = after.notes["size"], self.notes["size"].index_select(0, order[count:])
-            after.x, size = add_merged(lost, given, into, after.x, size)
-            after.notes |= {"size": size, "key_bias": size.log()}
-        return after
-
-    def forget(self) -> dict[str, Any]:
-        return super().forget() | {"merging": False}
+        exact = k.dtype == torch.float32  # in half precision each sum would be rounded
+        return reduce(torch.add, k[0]).div_(k.shape[1]) if exact else super().mean_keys(k)
 
 
 def _norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:

@@ -47,7 +47,9 @@ class Graph(nn.Module):
         """moves: blocks after which live rows are moved together; None: each at which tokens may stop."""
         super().__init__()
         self.model = model
-        self.start = partial(Padded.start, front=model.backbone.front, moves=moves)
+        self.start = partial(
+            Padded.start, front=model.backbone.front, moves=moves, prefix_stays=model.method.keeps_prefix
+        )
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         out = self.model.run(images, self.start)

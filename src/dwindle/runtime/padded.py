@@ -7,7 +7,7 @@ moved. A runtime pays for every node of a graph, however small what it works on:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, cast
 
@@ -16,16 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.masked import Masked
-from ..core.tokens import Where, wide
+from ..core.tokens import NOTHING, Probe, Where, wide
 from ..core.trace import Trace
-from ..ops.attention import looked_at
+from ..ops.merging import Merge
+from ..ops.rows import Rows
 
 NEVER = -1e9  # what the softmax makes exactly 0; unlike -inf it leaves an image without live rows finite
 
 
 @dataclass(frozen=True)
 class _Placed(Where):
-    """Rows (B, n) that stand for the tokens `home_Bn` of their images."""
+    """Rows (B, n) that are the tokens `token_index_Bn` of their images."""
 
     token_index_Bn: Tensor | None = None
     live_Bn: Tensor | None = None
@@ -33,24 +34,24 @@ class _Placed(Where):
     def dense_rows(self, rows: Tensor | None = None, fill: float = 0.0) -> Tensor:
         assert self.token_index_Bn is not None and self.live_Bn is not None
         rows = self.live_Bn if rows is None else torch.where(self.live_Bn, rows, fill)
-        # The rows of an image are different tokens, live or not: none writes where another has.
+        # The rows of an image are different tokens, live or not, so no two of them write to one place.
         return rows.new_full(self.shape, fill).scatter(1, self.token_index_Bn, rows)
 
 
 def depth_of(trace: Trace) -> Tensor:
-    """`Trace.depth` of rows that move now and then: a sheet for each move, not for each block."""
-    sheets = []
+    """`Trace.depth` of rows that are moved now and then: one dense (B, N) for each move, not for each block."""
+    depths = []
     places = cast(list[_Placed], trace.lives)
     for _, group in groupby(places, key=lambda place: id(place.token_index_Bn)):
         flat_index, lives = zip(*((place.token_index_Bn, place.live_Bn) for place in group))
         lived = sum(live.long() for live in lives)
-        sheets.append(lived.new_zeros(trace.shape).scatter(1, flat_index[0], lived))
-    return torch.stack(sheets).sum(0)
+        depths.append(lived.new_zeros(trace.shape).scatter(1, flat_index[0], lived))
+    return torch.stack(depths).sum(0)
 
 
 @dataclass
 class Padded(Masked):
-    """Rows that are not live are padding: computed, and read by nobody.
+    """The masked layout with fewer rows: those that are not live are padding, computed and never read.
 
     Rows keep their order, so the first `front` tokens are among the first `front` rows for as long as they are live.
     """
@@ -60,42 +61,43 @@ class Padded(Masked):
     moves: Collection[int] | None = None  # blocks after which live rows are moved together; None: each that decides
     depth: int = 0
     compact: bool = True  # the live rows of each image are its first
-    merging: bool = False  # those who stop now have heirs
-    stopped: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # (who of the rows, home, value)
+    prefix_stays: bool = False  # the method lets all prefix tokens go on to the end
+    stopped: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # (which of the rows, token, value)
 
     @staticmethod
-    def start(x_BND: Tensor, prefix: int, front: int | None = None, moves: Collection[int] | None = None) -> Padded:
+    def start(
+        x_BND: Tensor,
+        prefix: int,
+        front: int | None = None,
+        moves: Collection[int] | None = None,
+        prefix_stays: bool = False,
+    ) -> Padded:
         shape = (x_BND.shape[0], x_BND.shape[1])
         live = torch.ones(shape, dtype=torch.bool, device=x_BND.device)
         flat_index = torch.arange(shape[1], device=x_BND.device).expand(shape)
-        return Padded(x_BND, shape, prefix, live=live, flat_index=flat_index, front=front, moves=moves)
+        return Padded(
+            *(x_BND, shape, prefix),
+            live=live,
+            flat_index=flat_index,
+            front=front,
+            moves=moves,
+            prefix_stays=prefix_stays,
+        )
 
-    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Padded:
-        return replace(self, x=call(self.x))
+    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module, probe: Probe) -> Padded:
+        return self.changed(x=call(self.x))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        if self.keeping_keys:
-            self.keys = k.mean(1)
-        if self.watching:
-            self.attention = looked_at(q, k, self.live, self.prefix, options.get("scale"))
         bias = self.notes.get("key_bias")
         if bias is None:
             bias = None if self.whole else q.new_zeros(())
         mask = None if bias is None else torch.where(self.live, bias.to(q.dtype), NEVER)[:, None, None, :]
         return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
-    def merge_nearest(self, keep: Tensor) -> None:
-        if not self.prefix_stays:
-            return super().merge_nearest(keep)
-        self.merging = True  # done in `advance`, together with the move
-
     def image_mean(self, rows: Tensor) -> Tensor:
         share = self.live.to(rows.dtype)
         share = share / share.sum(1, keepdim=True).clamp_min(1)
         return (share[:, None] @ rows).squeeze(1)
-
-    def forget(self) -> dict[str, Any]:
-        return super().forget() | {"merging": False}
 
     def per_image(self, values_B: Tensor) -> Tensor:
         return values_B[:, None].expand(-1, self.x.shape[1], *values_B.shape[1:])
@@ -111,25 +113,22 @@ class Padded(Masked):
     def where(self) -> Where:
         return _Placed(self.shape, token_index_Bn=self.flat_index, live_Bn=self.live)
 
-    def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Padded:
-        after = replace(self, depth=self.depth + 1, **self.forget())
+    def advance(
+        self, keep: Tensor | None, gate: Tensor | None = None, merge: Merge | None = None, rows: Rows | None = None
+    ) -> Padded:
+        after = self.changed(depth=self.depth + 1, probed=NOTHING)
         if keep is None:
             return after
-        after.live, after.whole, after.compact = self.live & keep, False, False
-        if not self._front_stays:
-            after.stopped = [*self.stopped, self._picked(self.live & ~keep)]
+        stopped = self.stopped if self._front_stays else [*self.stopped, self._picked(self.live & ~keep)]
+        after = after.changed(live=self.live & keep, whole=False, compact=False, stopped=stopped)
         order = after._order() if self.moves is None or after.depth in self.moves else None
-        if not self.merging:
-            if "size" in self.notes:  # what they knew is gone
-                after.notes = self.notes | {"size": self.notes["size"] * after.live}
+        if merge is None:
             return after if order is None else after._moved(order)
-        assert self.keys is not None
-        x, size = after._merged(wide(self.keys), order)
-        if order is not None:
-            after = after._moved(order, but=("size", "key_bias"))
-        after.x = x.to(self.x.dtype)
-        after.notes = after.notes | {"size": size, "key_bias": size.log()}
-        return after
+        x, weight = self._joined(keep, merge, order)
+        if merge.weight is not None:
+            return after.changed(x=x) if order is None else after._moved(order, x)
+        after = after if order is None else after._moved(order, x, but=("size", "key_bias"))
+        return after.changed(x=x, notes=after.notes | {"size": weight, "key_bias": weight.log()})
 
     def pad(self, rows: Tensor) -> Tensor:
         return rows if self.compact else super().pad(rows)
@@ -157,39 +156,57 @@ class Padded(Masked):
     def _live_first(self) -> Tensor:
         return self._queue.argsort(-1)
 
-    def _moved(self, order: Tensor, but: Collection[str] = ()) -> Padded:
-        """Only these rows. `but`: notes that will be others."""
-        rows, longest = self.x.shape[1], order.shape[1]
+    def _taken(self, values: Tensor, order: Tensor) -> Tensor:
+        """Of values on rows (B, n, ...) those of the rows `order`."""
+        if values.dim() == 2:
+            return values.gather(1, order)
+        images, rows = self.shape[0], self.x.shape[1]
+        flat = (order + rows * torch.arange(images, device=order.device)[:, None]).flatten()
+        return values.flatten(0, 1).index_select(0, flat).unflatten(0, (images, order.shape[1]))
 
-        def taken(values: Tensor) -> Tensor:
-            if values.dim() == 2:
-                return values.gather(1, order)
-            flat = (order + rows * torch.arange(self.shape[0], device=order.device)[:, None]).flatten()
-            return values.flatten(0, 1).index_select(0, flat).unflatten(0, (self.shape[0], longest))
+    def _moved(self, order: Tensor, x: Tensor | None = None, but: Collection[str] = ()) -> Padded:
+        """Only these rows. x: their states, if they are new. but: notes that the caller will replace."""
+        return self.changed(
+            x=self._taken(self.x, order) if x is None else x,
+            notes={name: self._taken(note, order) for name, note in self.notes.items() if name not in but},
+            live=self._taken(self.live, order),
+            flat_index=self._taken(self.flat_index, order),
+            compact=True,
+        )
 
-        notes = {name: taken(note) for name, note in self.notes.items() if name not in but}
-        x = self.x if but else taken(self.x)
-        return replace(self, x=x, notes=notes, live=taken(self.live), flat_index=taken(self.flat_index), compact=True)
-
-    def _merged(self, keys: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor]:
-        """States and sizes of the rows `order` (None: all): as one matrix product, as runtimes are slow to scatter.
-
-        Who is live is its own heir. A row that has left stands for none, so that it gives nothing a second time. Where
-        no patch stays, a row that nobody reads is everyone's.
-        """
-        rows = torch.arange(self.x.shape[1], device=self.x.device)
-        length = keys.norm(dim=-1, keepdim=True).clamp_min(1e-12)  # whoever looks for an heir: its own plays no part
-        alike = keys @ (keys / length)[:, self.prefix :].transpose(1, 2)
-        best = torch.where(self.live[:, None, self.prefix :], alike, NEVER).argmax(-1) + self.prefix
-        into = torch.where(self.live, rows, best)[..., None]
-        to = rows if order is None else order[:, None]
-        given = torch.where(into == to, self.notes["size"][..., None], 0.0)  # (B, from, to)
+    def _joined(self, keep: Tensor, how: Merge, order: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`merged`, of the rows `order` (None: all): one matrix product, as runtimes are slow to scatter."""
+        if how.into is None:
+            into, name = self.nearest(keep), torch.arange(self.x.shape[1], device=self.x.device).expand_as(keep)
+        else:
+            into, name = how.into, self.flat_index
+        weight = self.size if how.weight is None else how.weight
+        to = name if order is None else name.gather(1, order)
+        joins = self.live[:, :, None] & (into[:, :, None] == to[:, None, :])  # (B, from, to)
+        given = torch.where(joins, weight[..., None], 0.0)
         total = given.sum(1)
-        return (given.transpose(1, 2) @ wide(self.x)) / total.clamp_min(1)[..., None], total
+        if how.weight is None:
+            mean = (given.transpose(1, 2) @ wide(self.x)) / total.clamp_min(1)[..., None]
+            return mean.to(self.x.dtype), total
+        mean = (given.transpose(1, 2) @ wide(self.x)) / total.clamp_min(torch.finfo(total.dtype).tiny)[..., None]
+        x, weight = (self.x, weight) if order is None else (self._taken(self.x, order), weight.gather(1, order))
+        return torch.where((total > weight)[..., None], mean.to(x.dtype), x), total
+
+    def nearest(self, keep: Tensor) -> Tensor:
+        """As in the masked layout, in fewer operations: the length of one's own key plays no part."""
+        assert self.probed.keys is not None
+        keys = wide(self.probed.keys)
+        patch = self.live & ~self.is_prefix
+        staying = patch & keep
+        length = keys.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+        alike = keys @ (keys / length).transpose(1, 2)
+        best = torch.where(staying[:, None, :], alike, NEVER).argmax(-1)
+        own = torch.arange(keys.shape[1], device=keys.device)
+        return torch.where(patch & ~keep & staying.any(-1, keepdim=True), best, own)
 
     @property
     def _front_stays(self) -> bool:
-        """Nobody who is read in the end stops: these are the first rows."""
+        """No token that is read in the end stops before it: these tokens are the first rows."""
         return self.prefix_stays and self.front is not None and self.front <= self.prefix
 
     def _picked(self, who: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,21 +1,22 @@
-"""The third layout: the stream stays in place, and kernels run over a list of its live rows that is made on the device.
+"""The masked layout over a list: the stream stays in place, and kernels run over a list of its live rows, made on the
+device.
 
-Methods see the sheets (B, N) of the masked layout, so that every method runs here as it is. What no kernel covers (a
-block of an unknown make) runs as in the masked layout: right, only not faster.
+Methods see rows (B, N) as in the masked layout, so every method runs here as it is. A block for which there are no
+kernels runs as in the masked layout: with the same result, only not faster. Operations return new objects, as in every
+layout, but kernels write to the memory of the old one: it is used up, and the loop holds none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from ...core.masked import Masked
-from ...ops.attention import looked_at
-from ...ops.merging_rows import merge_rows
+from ...core.tokens import NOTHING, Probe, Probed
+from ...ops.merging import Merge, merge_rows
 from ...ops.rows import Rows, compact
 from .block import Ready
 
@@ -27,43 +28,37 @@ class Listed(Masked):
 
     @staticmethod
     def begin(x_BND: Tensor, prefix: int, ready: dict[nn.Module, Ready], live: Tensor, rows: Rows) -> Listed:
-        """live, rows: who is there, as a sheet and as a list. Nobody writes to these."""
+        """live, rows: the live rows, as (B, N) and as a list. No kernel writes to these."""
         images, count, _ = x_BND.shape
         return Listed(x_BND.contiguous(), (images, count), prefix, live=live, ready=ready, rows=rows)
 
-    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module) -> Listed:
+    def update(self, call: Callable[[Tensor], Tensor], block: nn.Module, probe: Probe) -> Listed:
         ready = self.ready.get(block)
         if ready is None:
-            return super().update(call, block)  # type: ignore[return-value]
+            return super().update(call, block, probe)  # type: ignore[return-value]
         assert self.rows is not None
-        if any(note is self.x for note in self.notes.values()):  # a method kept the stream as it is now
-            self.x = self.x.clone()
-        self.x = self.x.contiguous()
-        x = self.x.flatten(0, 1)
+        kept = any(note is self.x for note in self.notes.values())  # a method kept the stream as it is now
+        stream = self.x.clone() if kept else self.x.contiguous()
+        x = stream.flatten(0, 1)  # (B * N, D), the same memory
         bias = self.notes.get("key_bias")
         qkv = ready.attend(x, self.rows, self.shape[1], None if bias is None else bias.flatten())
-        if self.keeping_keys and self.keys_to_merge and ready.norm is None:
-            self.entries = qkv, ready.heads
-        elif self.keeping_keys or self.watching:
-            self._look(qkv, ready)
-        probe = None
-        if self.probed is not None:
-            probe = torch.empty(self.shape, device=x.device)
-        ready.think(x, self.rows, None if probe is None else probe.view(-1), self.probed or 0)
-        self.probe = probe
-        return self
+        entries, looked = None, NOTHING
+        if probe.merging and not (probe.keys or probe.attention) and ready.norm is None:
+            entries = qkv, ready.heads
+        elif probe.merging or probe.keys or probe.attention:
+            looked = self._look(probe, qkv, ready)
+        neuron = None if probe.neuron is None else torch.empty(self.shape, device=x.device)
+        ready.think(x, self.rows, None if neuron is None else neuron.view(-1), probe.neuron or 0)
+        return self.changed(x=stream, entries=entries, probed=Probed(neuron, looked.attention, looked.keys))
 
-    def _look(self, qkv: Tensor, ready: Ready) -> None:
-        """Keys, and the class token's attention, for methods that asked."""
-        q, k, _ = self._sheet(qkv).unflatten(-1, (3, ready.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, E)
+    def _look(self, probe: Probe, qkv: Tensor, ready: Ready) -> Probed:
+        """What a probe asks of attention, from compact entries."""
+        q, k, _ = self._dense(qkv).unflatten(-1, (3, ready.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, E)
         if ready.norm is not None:
             q, k = ready.norm(q, k)
-        if self.keeping_keys:
-            self.keys = k.mean(1)
-        if self.watching:
-            self.attention = looked_at(q, k, self.live, self.prefix, ready.scale)
+        return self.look(probe, q, k, ready.scale)
 
-    def _sheet(self, compact_TC: Tensor) -> Tensor:
+    def _dense(self, compact_TC: Tensor) -> Tensor:
         """(B, N, C) of compact entries: those beyond the live count land on a row that is cut off."""
         assert self.rows is not None
         total = self.shape[0] * self.shape[1]
@@ -73,26 +68,25 @@ class Listed(Masked):
         # Many entries may land on the last row: which wins does not matter.
         return dense_rows.index_copy(0, flat_index, compact_TC)[:-1].view(*self.shape, -1)
 
-    def merge_nearest(self, keep: Tensor) -> None:
-        if self.entries is None:
-            return super().merge_nearest(keep)
-        assert self.rows is not None
-        size, (new, live) = self.notes["size"], self._going(keep)
-        bias = self.notes.setdefault("key_bias", torch.zeros_like(size))
-        qkv, heads = self.entries
-        merge_rows(self.x, qkv, heads, self.rows, new, live, size, bias, self.prefix)
-
-    def advance(self, keep: Tensor | None, gate: Tensor | None = None) -> Listed:
+    def advance(
+        self, keep: Tensor | None, gate: Tensor | None = None, merge: Merge | None = None, rows: Rows | None = None
+    ) -> Listed:
         if keep is None:
-            return replace(self, **self.forget())
-        rows, live = self._going(keep)
-        return replace(self, live=live, rows=rows, whole=False, **self.forget())
+            return self.changed(probed=NOTHING, entries=None)
+        new, live = (rows, keep) if rows is not None else compact(self.live, keep)
+        if merge is None:
+            after = self
+        elif self.entries is not None and merge.into is None and merge.weight is None:
+            after = self._merged_in_place(new, live)
+        else:
+            after = self.merged(keep, merge)
+        return after.changed(live=live, rows=new, whole=False, probed=NOTHING, entries=None)
 
-    def _going(self, keep: Tensor) -> tuple[Rows, Tensor]:
-        """Who goes on, as a list and as a sheet."""
-        if self.listed is not None and self.listed[0] is keep:
-            return self.listed[1], keep
-        return compact(self.live, keep)
-
-    def forget(self) -> dict[str, Any]:
-        return {**super().forget(), "entries": None}
+    def _merged_in_place(self, new: Rows, live: Tensor) -> Listed:
+        """`merged` with the nearest, by kernels. new, live: the rows that go on, as a list and as (B, N)."""
+        assert self.entries is not None and self.rows is not None
+        (qkv, heads), size = self.entries, self.size
+        bias = self.notes.get("key_bias")
+        bias = torch.zeros_like(size) if bias is None else bias
+        merge_rows(self.x, qkv, heads, self.rows, new, live, size, bias, self.prefix)
+        return self.changed(notes=self.notes | {"size": size, "key_bias": bias})
