@@ -53,7 +53,7 @@ class Where:
     flat_index_T: Tensor | None = None  # packed: row t is token flat_index[t] of the B * N
 
     def dense_rows(self, rows: Tensor | None = None, fill: float = 0.0) -> Tensor:
-        """(B, N): the values of the rows at their tokens, `fill` elsewhere. Without values: True at the rows' tokens."""
+        """(B, N): values of the rows at their tokens, `fill` elsewhere. Without values: True at the rows' tokens."""
         if self.flat_index_T is None:
             assert self.live_BN is not None
             return self.live_BN if rows is None else torch.where(self.live_BN, rows, torch.full_like(rows, fill))

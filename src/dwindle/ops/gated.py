@@ -6,32 +6,19 @@ it from them by wider values, in three times the time.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .launch import Tile, interpreted, power_of_two, precision
-from .rows import kernels as rows_kernels
-
-
-@cache
-def kernels() -> Any:
-    from . import gated_triton  # asked for only where Triton is
-
-    return gated_triton
+from . import gated_triton
+from .launch import TRITON, Tile, interpreted, power_of_two, precision
 
 
 def covers(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """bf16 has the range of float32, so a ratio of any size can be one; larger heads do not fit the tiles."""
     half = q.dtype == k.dtype == v.dtype == torch.bfloat16
-    return half and q.shape[-1] <= 128 and (q.is_cuda or _on_cpu()) and _there()
-
-
-@torch.compiler.assume_constant_result
-def _there() -> bool:
-    return rows_kernels() is not None
+    return half and q.shape[-1] <= 128 and (q.is_cuda or _on_cpu()) and TRITON
 
 
 @torch.compiler.assume_constant_result
@@ -93,7 +80,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, gate_BN: Tensor, scale: float) -> 
     out, norm = _like_rows(q), torch.empty(q.shape[:3], device=q.device)
     tile = forward_tile(size, q.dtype)
     grid = (-(-tokens // tile.m), heads, images)
-    _launch(kernels().forward_kernel, grid, (q, k, v, gate_BN, out, norm), scale, q, k, v, tile=tile)
+    _launch(gated_triton.forward_kernel, grid, (q, k, v, gate_BN, out, norm), scale, q, k, v, tile=tile)
     return out, norm
 
 
@@ -113,11 +100,11 @@ def _backward(
     tile = queries_tile(size, q.dtype)
     grid = (-(-tokens // tile.m), heads, images)
     by_query = (q, k, v, gate_BN, out, norm, dout, dq, dot)
-    _launch(kernels().queries_kernel, grid, by_query, scale, q, k, v, out, dout, tile=tile)
+    _launch(gated_triton.queries_kernel, grid, by_query, scale, q, k, v, out, dout, tile=tile)
     tile = keys_tile(size, q.dtype)
     grid = (-(-tokens // tile.n), heads, images)
     by_key = (q, k, v, gate_BN, norm, dot, dout, dk, dv, dgate)
-    _launch(kernels().keys_kernel, grid, by_key, scale, q, k, v, dout, tile=tile)
+    _launch(gated_triton.keys_kernel, grid, by_key, scale, q, k, v, dout, tile=tile)
     return dq, dk, dv, dgate.sum(1)
 
 

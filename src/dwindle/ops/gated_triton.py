@@ -5,8 +5,7 @@ Z. Let R_ij = e_ij / Z_i and W_ij = R_ij (do_i . v_j - do_i . out_i). Then dg_j 
 dv_j = g_j sum_i R_ij do_i, dk_j = scale g_j sum_i W_ij q_i, dq_i = scale sum_j g_j W_ij k_j.
 """
 
-import triton
-import triton.language as tl
+from .launch import tl, triton
 
 # A key that is out may stand above all that are in, by any factor: what it adds to a gradient is bounded.
 MOST = tl.constexpr(64.0)  # as a power of 2

@@ -1,13 +1,26 @@
-"""How kernels over rows are cut into tiles and launched."""
+"""Whether Triton is here, and how kernels over rows are cut into tiles and launched."""
 
 from __future__ import annotations
 
 import os
 from functools import cache
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    TRITON = True
+except ImportError:  # files of kernels are imported all the same, and what they define is never launched
+    TRITON = False
+    triton = SimpleNamespace(jit=lambda function: function)  # type: ignore[assignment]
+    tl = SimpleNamespace(constexpr=lambda value: value)  # type: ignore[assignment]
+    gdc_launch_dependents = gdc_wait = None
 
 SPLIT = 64  # the largest head whose float32 attention is split: larger ones were not tried
 
@@ -79,6 +92,11 @@ def attention_tile(longest: int, size: int, images: int, dtype: torch.dtype) -> 
 def interpreted() -> bool:
     """Triton's kernels run as Python on the CPU: for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def available(x: Tensor) -> bool:
+    """Whether kernels run on this tensor; where they do not, their plain twins do."""
+    return TRITON and (x.is_cuda or interpreted())
 
 
 def power_of_two(least: int, floor: int = 2) -> int:

@@ -7,15 +7,15 @@ the most alike key, as ToMe does. On live rows listed on the device both are two
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .launch import interpreted, overlapping, power_of_two, precision
-from .rows import Rows, available
+from . import merging_triton
+from .launch import available, interpreted, overlapping, power_of_two, precision
+from .rows import Rows
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def merge_rows(
     tile = 16 if interpreted() or images <= 16 else 32
     other = 16 if interpreted() else 64
     how: dict[str, Any] = {"PRECISION": precision(x_BND), **overlapping(x_BND, len(into))}
-    kernels().nearest_key_kernel[(-(-tokens // tile), images)](
+    merging_triton.nearest_key_kernel[(-(-tokens // tile), images)](
         qkv,
         rows.rows_R,
         rows.starts,
@@ -117,7 +117,7 @@ def merge_rows(
         BE=power_of_two(width // heads, 16),
         **how,
     )
-    kernels().merge_kernel[(-(-tokens // tile), images)](
+    merging_triton.merge_kernel[(-(-tokens // tile), images)](
         x_BND,
         rows.rows_R,
         rows.starts,
@@ -132,10 +132,3 @@ def merge_rows(
         BD=64,
         **how,
     )
-
-
-@cache
-def kernels() -> Any:
-    from . import merging_triton  # asked for only where Triton is
-
-    return merging_triton

@@ -1,8 +1,6 @@
 """Triton kernels of `merging.py`, where their definitions and the meaning of every argument are."""
 
-import triton
-import triton.language as tl
-
+from .launch import tl, triton
 from .rows_triton import meet
 
 

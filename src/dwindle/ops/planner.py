@@ -5,21 +5,14 @@ The definitions are the methods' own lines (methods/aht.py); `_ref` repeats them
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .launch import interpreted, overlapping, power_of_two, precision
-from .rows import Rows, available, compact_ref, few, listed
-
-
-@cache
-def kernels() -> Any:
-    from . import planner_triton  # asked for only where Triton is
-
-    return planner_triton
+from . import planner_triton
+from .launch import available, interpreted, overlapping, power_of_two, precision
+from .rows import Rows, compact_ref, few, listed
 
 
 def image_mean_ref(x_BND: Tensor, rows: Rows) -> Tensor:
@@ -36,7 +29,7 @@ def image_mean(x_BND: Tensor, rows: Rows) -> Tensor:
         return image_mean_ref(x_BND, rows)
     images, _, width = x_BND.shape
     mean = x_BND.new_empty(images, width)
-    kernels().image_mean_kernel[(images, -(-width // 64))](
+    planner_triton.image_mean_kernel[(images, -(-width // 64))](
         x_BND,
         rows.rows_R,
         rows.starts,
@@ -89,7 +82,7 @@ def plan(x_BND: Tensor, rows: Rows, mean_BD: Tensor, plan: Plan) -> tuple[Tensor
     standing, planned = torch.empty(2, images, tokens, device=x_BND.device)
     capacity, hidden = images * tokens, len(plan.token)
     block = 16 if capacity < 4096 else 64
-    kernels().plan_kernel[(-(-capacity // block),)](
+    planner_triton.plan_kernel[(-(-capacity // block),)](
         x_BND,
         rows.rows_R,
         rows.count,
@@ -159,7 +152,7 @@ def halt(
     operating_value = isinstance(rule.threshold, Tensor)
     # Rows of the images before are looked at in as few steps as can be: a step is a wait for memory.
     earlier = min(power_of_two(max(images - 1, 1) * tokens), 16 if interpreted() else 8192) if few(images) else 2
-    kernels().halt_kernel[(images,)](
+    planner_triton.halt_kernel[(images,)](
         tap_BN,
         plan_BN,
         sum_BN,

@@ -1,8 +1,6 @@
 """Triton kernels of AHT-ViT's planner and supervisor. Their plain twins and what the arguments mean: `planner.py`."""
 
-import triton
-import triton.language as tl
-
+from .launch import tl, triton
 from .rows_triton import meet
 
 

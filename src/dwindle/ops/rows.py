@@ -8,7 +8,6 @@ Each function has a twin `_ref` in plain PyTorch, its definition; without Triton
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import rows_triton
 from .launch import (
     Tile,
     attention_tile,
+    available,
     interpreted,
     linear_tile,
     multiprocessors,
@@ -145,7 +146,7 @@ def _normed(x_RD: Tensor, rows: Rows, layer: Affine, tap_R: Tensor | None, neuro
     """Live rows with mean 0 and deviation 1, compact."""
     (capacity, width), tile = x_RD.shape, norm_tile(len(x_RD))
     y = torch.empty_like(x_RD)
-    kernels().norm_rows_kernel[(-(-capacity // tile.m),)](
+    rows_triton.norm_rows_kernel[(-(-capacity // tile.m),)](
         x_RD,
         rows.rows_R,
         rows.count,
@@ -179,7 +180,7 @@ def _tiled(
 ) -> None:
     """A program for each tile, a LayerNorm on the way. y = None: added to x."""
     out, inner = layer.weight.shape
-    kernels().linear_kernel[(-(-len(a) // tile.m) * -(-out // tile.n),)](
+    rows_triton.linear_kernel[(-(-len(a) // tile.m) * -(-out // tile.n),)](
         a,
         x_RD,
         rows.rows_R,
@@ -218,7 +219,7 @@ def _persistent(
     out, inner = layer.weight.shape
     programs = min(tile.persistent * multiprocessors(a.device), -(-len(a) // tile.m) * -(-out // tile.n))
     rows_of_a = TensorDescriptor.from_tensor(a, [tile.m, tile.k])
-    kernels().persistent_kernel[(programs,)](
+    rows_triton.persistent_kernel[(programs,)](
         rows_of_a,
         TensorDescriptor.from_tensor(layer.weight, [tile.n, tile.k]),
         rows_of_a if y is None else TensorDescriptor.from_tensor(y, [tile.m, tile.n]),
@@ -287,7 +288,7 @@ def attend_rows(
     out = qkv.new_empty(len(qkv), heads * size)
     tile = attention_tile(longest, size, len(rows.starts) - 1, qkv.dtype)
     at = norm or HeadNorm(qkv, qkv, qkv, qkv, 0.0)
-    kernels().attend_kernel[(-(-longest // tile.m), heads, len(rows.starts) - 1)](
+    rows_triton.attend_kernel[(-(-longest // tile.m), heads, len(rows.starts) - 1)](
         qkv,
         rows.starts,
         rows.rows_R,
@@ -335,7 +336,7 @@ def compact(live_BN: Tensor, keep_BN: Tensor) -> tuple[Rows, Tensor]:
     if few(images):
         return listed(live, keep, None)
     counts = torch.empty(images, dtype=torch.int32, device=live.device)
-    kernels().count_kernel[(images,)](
+    rows_triton.count_kernel[(images,)](
         live, keep, counts, tokens, BN=power_of_two(tokens), **overlapping(live, live.numel())
     )
     return listed(live, keep, counts)
@@ -351,7 +352,7 @@ def listed(live: Tensor, keep: Tensor, counts: Tensor | None) -> tuple[Rows, Ten
     images, tokens = live.shape
     rows, starts = (torch.empty(n, dtype=torch.int32, device=live.device) for n in (live.numel(), images + 1))
     new = torch.empty_like(live)
-    kernels().compact_kernel[(images,)](
+    rows_triton.compact_kernel[(images,)](
         live,
         keep,
         live if counts is None else counts,
@@ -366,16 +367,3 @@ def listed(live: Tensor, keep: Tensor, counts: Tensor | None) -> tuple[Rows, Ten
         **overlapping(live, live.numel()),
     )
     return Rows(rows, starts), new.view(torch.bool)
-
-
-def available(x: Tensor) -> bool:
-    return (x.is_cuda or interpreted()) and kernels() is not None
-
-
-@cache
-def kernels() -> Any:
-    try:
-        from . import rows_triton
-    except ImportError:
-        return None
-    return rows_triton

@@ -4,9 +4,7 @@ Each is launched for as many rows as there can be. A program whose rows lie beyo
 device memory, ends at once: so the host need not know the count, and the whole network is one CUDA graph.
 """
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from .launch import gdc_launch_dependents, gdc_wait, tl, triton
 
 
 @triton.jit

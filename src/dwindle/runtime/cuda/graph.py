@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ...core.model import Output
 from ...core.tokens import Packed
-from ...ops.rows import ACTIVATIONS, available
+from ...ops.launch import available
+from ...ops.rows import ACTIVATIONS
 from .block import Ready
 from .keep import GRAPHS, Keeper, refusals
 from .recording import Recording
