@@ -11,13 +11,13 @@ import dwindle
 SRC = Path(dwindle.__file__).parent
 # In the order in which they may know each other; docs/reading_order.md says what each is for.
 ROOMS = (
-    ("errors", "settings", "files"),
+    ("errors", "settings", "files", "version"),
     ("ops",),
     ("core",),
     ("backbones",),
     ("methods",),
-    ("runtime",),
     ("io",),
+    ("runtime",),
     ("tasks",),
     ("train",),
     ("evaluate",),

@@ -12,11 +12,11 @@ from .methods import Method, Verdict
 from .methods.aht import AHT
 from .methods.avit import AViT
 from .methods.static import Static
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .models.adaperceiver import AdaPerceiver
 
-__version__ = "0.1.0"
 __all__ = [
     "AHT",
     "AViT",

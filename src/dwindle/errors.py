@@ -37,3 +37,9 @@ def printable(name: str, most: int = 200) -> str:
     """Text of anywhere, as one line that can be printed and stored."""
     cut = name if len(name) <= most else name[:most] + "..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+
+
+def listed(words: Iterable[str], last: str = "or") -> str:
+    """'a, b or c'."""
+    *most, end = words
+    return f"{', '.join(most)} {last} {end}" if most else end

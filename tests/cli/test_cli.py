@@ -16,11 +16,10 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-import typer
 from PIL import Image
 
 import dwindle
-from dwindle.cli.main import app
+from dwindle.cli.main import made, sentences
 from shared.checkpoint import edit
 from shared.command import refused, run
 
@@ -96,12 +95,11 @@ def contents(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_commands_and_flags_are_frozen():
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     found = {
-        name: [p.opts[0] if p.param_type_name == "option" else p.name.upper() for p in command.params]
-        for name, command in commands.items()
+        name: [p.opts[0] if p.param_type_name == "option" else p.name.upper() for p in made(name, text).params]
+        for name, text in sentences().items()
     }
-    assert found == {
+    wanted: dict[str, list[str]] = {
         "demo": ["--out", "--device"],
         "train": [
             *("RECIPE", "--data", "--out", "--eval-data", "--set", "--resume", "--limit", "--holdout"),
@@ -148,7 +146,9 @@ def test_commands_and_flags_are_frozen():
         "predict": ["CHECKPOINT", "--data", "--out", "--batch", "--workers", "--limit", "--device", "--dtype"],
         "serve": ["CHECKPOINT", "--host", "--port", "--device", "--dtype", "--allow-host"],
     }
-    for name in found:
+    assert {name: set(params) for name, params in found.items()} == {n: set(params) for n, params in wanted.items()}
+    for name, params in wanted.items():
+        assert found[name][: sum(map(str.isupper, params))] == [word for word in params if word.isupper()]
         done = run(f"{name} --help")
         assert done.code == 0
         assert all(flag in done.out for flag in found[name] if flag.startswith("--"))
@@ -423,7 +423,7 @@ BAD = {
     "bench {run} --device tpu": "'cpu'",
     "bench {run} --dtype int9": "'int8'",
     "eval {run} --data {data} --dtype int8": "known: bf16, fp16, fp32",
-    "eval tsa_shakespeare --dtype bf16": "--dtype bf16 is for vision models",
+    "eval tsa_shakespeare --dtype bf16": "--dtype bf16 is for vision transformers",
     "predict {run} --data {data} --out new.parquet --dtype fp33": "'fp32'",
     "serve {run} --dtype fp33": "'fp32'",
     "bench tsa_shakespeare --dtype int8": "fp32",

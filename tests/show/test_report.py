@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import dwindle
-from dwindle.evaluate.analysis import Stream, measure, measure_static, sweep
+from dwindle.evaluate.analysis import Stream, measure, measure_static, spread_settings, sweep
 from dwindle.evaluate.bench import some_photos
 from dwindle.evaluate.evaluate import evaluate
 from dwindle.io.datasets import open_data
@@ -19,7 +19,7 @@ from dwindle.io.images import preprocess_of
 from dwindle.methods.dynamicvit import DynamicViT
 from dwindle.show import drawing, report
 from dwindle.show import figures as charts
-from dwindle.show.figures import read_metrics, spread_settings
+from dwindle.show.figures import read_metrics
 from shared.tiny import METHODS, build
 
 CLASSES = ("0 ant", "1 b<e>e", "2 $cat", "3 dog", "4 eel")

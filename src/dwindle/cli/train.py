@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import DwindleError
+from ..show.running import resumes
 from ..show.terminal import (
     Data,
     Device,
@@ -20,7 +21,6 @@ from ..show.terminal import (
     only_for,
     plain,
     progress_bar,
-    resumes,
     show_table,
     ticking,
 )

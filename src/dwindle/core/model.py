@@ -16,6 +16,7 @@ from .backbone import Backbone, backbone_of
 from .cost import static_macs, trace_macs
 from .masked import Masked
 from .method import Method
+from .registry import family_of
 from .tokens import Packed, Tokens
 from .trace import Trace
 
@@ -136,9 +137,7 @@ class AdaptiveViT(nn.Module):
 
         What happens to this model afterwards does not reach it: prepare again after training.
         """
-        from ..runtime.prepared import PreparedViT
-
-        return PreparedViT(self)
+        return family_of(self).prepare(self)
 
     def loss(
         self,
@@ -277,9 +276,7 @@ class AdaptiveViT(nn.Module):
 
     def push_to_hub(self, repo: str, **options: Any) -> str:
         """Upload as a checkpoint with a model card; `dwindle.load(repo)` reads it back. options: those of `io.hub`."""
-        from ..io.hub import push_to_hub
-
-        return push_to_hub(self, repo, **options)
+        return family_of(self).push_to_hub(self, repo, **options)
 
     def check_images(self, images: Any) -> Tensor:
         """The images, if the model takes them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from ..io.datasets import Images
 from ..io.images import preprocess_of
 from ..methods.static import Static
 from ..runtime.prepared import quickest
-from ..show import figures as charts
 from .evaluate import turn
 
 Progress = Callable[[str, int, int], None]  # what is being done, images done, images in all
@@ -146,7 +146,7 @@ def sweep(
         return model.macs(fast(few).trace).mean().item()
 
     try:
-        settings = [trained, *charts.spread_settings(cost, cheap, dear, TURNED, PROBED)]
+        settings = [trained, *spread_settings(cost, cheap, dear, TURNED, PROBED)]
         points = [{"setting": setting, "gmacs": 0.0, "top1": 0.0} for setting in settings]
         labels, at = stream.images.labels[rows], 0
         for x in stream.batches(model, "turning the operating point", rows):
@@ -159,3 +159,17 @@ def sweep(
     finally:
         turn(fast, trained, name)
     return points
+
+
+def spread_settings(cost: Callable[[float], float], one: float, other: float, count: int, probes: int) -> list[float]:
+    """Settings between two whose costs lie about evenly, cheapest first: the widest gap in cost is halved again and
+    again, for with most settings nearly all of the change happens in a small part of the range."""
+    known = {value: cost(value) for value in (one, other)}
+    finest = 1e-4 * abs(other - one)  # a cost that jumps is not looked into for ever
+    while len(known) < probes:
+        gaps = [(low, high) for low, high in pairwise(sorted(known)) if high - low > finest]
+        low, high = max(gaps, key=lambda gap: abs(known[gap[1]] - known[gap[0]]))
+        known[(low + high) / 2] = cost((low + high) / 2)
+    goals = np.linspace(min(known.values()), max(known.values()), count)
+    chosen = {min(known, key=lambda value: abs(known[value] - goal)) for goal in goals}
+    return sorted(chosen, key=lambda value: known[value])

@@ -7,7 +7,6 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from ..core.backbone import Shape, backbone_of
 from ..core.model import AdaptiveViT, adapt
 from ..errors import DwindleError, unknown
-from ..io.checkpoint import load_halting, shipped
+from ..io.checkpoint import is_checkpoint, load_as, shipped
 from ..io.sets import evaluation_images
 from ..methods.aht import AHT
 from ..ops.int8 import is_int8
@@ -32,8 +31,8 @@ def model_to_bench(name: str) -> AdaptiveViT:
     """A checkpoint; or a timm model with random weights and AHT, its planners at the quarters of the depth."""
     import timm
 
-    if name in shipped() or Path(name).exists() or "/" in name:
-        return load_halting(name)
+    if is_checkpoint(name):
+        return load_as(AdaptiveViT, name)
     if not timm.is_model(name):
         hint = "give a timm model's name, a checkpoint folder or a shipped name"
         raise unknown("model or checkpoint", name, [*timm.list_models(), *shipped()], hint)

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..core.model import AdaptiveViT, Output
 from ..errors import DwindleError
 from ..files import draft, write_text
-from ..io.checkpoint import CONFIG, WEIGHTS, find, load_halting
+from ..io.checkpoint import CONFIG, WEIGHTS, find, load_as
 from ..io.classes import class_count, class_names, known_classes
 from ..io.datasets import Images, Parquet, from_file, matched, open_data, relabelled
 from ..io.folders import image_files
@@ -66,7 +66,7 @@ def predict(
     if limit is not None:
         images = images.select(np.arange(min(limit, len(images))))
     task = Parts(path, len(images), part, _identity(checkpoint, data, images, dtype))
-    model = load_halting(checkpoint)
+    model = load_as(AdaptiveViT, checkpoint)
     about, labels = _labels(model, images)
     if task.finished():
         return task.summary() | about | {"done_before": len(images)}

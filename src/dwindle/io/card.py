@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..core.registry import family_named
 from ..files import write_text
 from .checkpoint import read_config
 
@@ -15,12 +16,16 @@ CARD = "README.md"
 
 
 def model_card(config: dict[str, Any], name: str) -> str:
-    """From a checkpoint's config alone."""
+    """From a checkpoint's config alone, as its family writes it."""
+    return family_named(config["backbone"]["family"]).card(config, name)
+
+
+def vision_card(config: dict[str, Any], name: str, told: str) -> str:
+    """Of a model that classifies images. told: a sentence on what it is."""
     extra, method = config.get("extra", {}), config["method"]
     recipe, results, data = extra.get("recipe", {}), extra.get("results", {}), extra.get("data", {})
     measured = [results.get(name) for name in ("top1", "top5", "gmacs", "gmacs_static", "images")]
     tabled = all(isinstance(value, int | float) and math.isfinite(value) for value in measured) and measured[3]
-    backbone = config["backbone"]["model"] or "a vision transformer"
     lines = [
         "---",
         "library_name: dwindle",
@@ -28,9 +33,7 @@ def model_card(config: dict[str, Any], name: str) -> str:
         "---",
         f"# {name}",
         "",
-        f"{backbone} with {method['name']}: tokens stop being computed when they are done."
-        if method["name"]
-        else f"{backbone}: tokens, depth and width are chosen at run time.",
+        told,
         "",
         "```python",
         "import dwindle",

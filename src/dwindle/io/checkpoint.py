@@ -12,38 +12,27 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..core.backbone import Backbone, backbone_of
-from ..core.model import AdaptiveViT, adapt
-from ..core.registry import discover
-from ..errors import DwindleError, brief, printable, unknown
+from ..core.registry import Family, families, family_named, family_of
+from ..errors import DwindleError, brief, listed, printable, unknown
 from ..files import put_weights, scratch
-from ..methods import Method
-from ..methods.static import Static
-from ..ops.int8 import is_int8, to_int8
 from .classes import known_classes
 from .config import CONFIG, FORMAT, OTHER_VERSION, SAVED, check_extra, read_config, signed
 from .download import fetched, is_hub_id
 
-if TYPE_CHECKING:
-    from ..models.adaperceiver import AdaPerceiver
-
 WEIGHTS = "model.safetensors"
-LANGUAGE = ("charlm", "hf_lm")  # families of language models
-WEIGHT_KINDS = ("float", "int8")
-OWN = "adaperceiver"  # the family of networks that are no conversion
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def save(
-    model: AdaptiveViT | AdaPerceiver,
+    model: nn.Module,
     folder: str | os.PathLike,
     *,
     what: str = "all",
@@ -66,7 +55,7 @@ def save(
     config: dict[str, Any] = {
         "format": FORMAT,
         "library": "dwindle",
-        **_described(model),
+        **family_of(model).describe(model),
         "saved": what,
         "extra": {**_named(model), **getattr(model, "extra", {}), **(extra or {})},
     }
@@ -95,24 +84,6 @@ def _named(model: Any) -> dict[str, Any]:
     return {} if names is None else {"classes": names}
 
 
-def _described(model: Any) -> dict[str, Any]:
-    """Which network, and which method on it. A network of its own is described by its settings alone."""
-    if not hasattr(model, "method"):
-        options = {"family": OWN, "model": type(model).__name__, "options": model.config}
-        return {"backbone": options, "method": {"name": None, "options": {}}}
-    before = getattr(model.backbone, "described", None)  # a language model's layers are not exchanged
-    described = before or model.backbone.describe() or {"model": None, "options": None}
-    config = {
-        "backbone": {"family": model.backbone.family, **described},
-        "method": {
-            "name": type(model.method).__name__,
-            "options": model.method.config,
-            "trained": getattr(model.method, "trained", True),
-        },
-    }
-    return config | ({"weights": "int8"} if is_int8(model) else {})
-
-
 def _swap_in(made: Path, folder: Path) -> None:
     """Put the folder `made` in the place of `folder`, keeping other files that lie there."""
     if not folder.exists():
@@ -129,67 +100,26 @@ def _storable(value: Tensor, half: bool) -> Tensor:
     return value.contiguous().clone()
 
 
-def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: str | None = None) -> AdaptiveViT:
+def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: str | None = None) -> Any:
     """Read a checkpoint: a folder, the name of one that ships with Dwindle, or a Hub id. In eval mode, on the CPU.
 
     vit: put the weights into this model instead of building one; needed where only the method was saved.
     """
     folder = find(source, revision)
     config = read_config(folder)
-    if config["backbone"]["family"] in LANGUAGE:
-        from ..models.lm.load import load_lm
-
-        return load_lm(folder, lm=vit)  # type: ignore[return-value]  # an AdaptiveLM: lm/ stands beside the ViTs
-    model = _own(folder, config) if config["backbone"]["family"] == OWN else _adapted(folder, config, vit)
+    model: Any = family_named(config["backbone"]["family"]).load(folder, config, vit)
     model.extra = config.get("extra", {})
     return model.eval()
 
 
-def _adapted(folder: Path, config: dict[str, Any], vit: nn.Module | None) -> Any:
-    """A vision transformer with its method."""
-    backbone, method, kind = config["backbone"], config["method"], config.get("weights", "float")
-    if method["name"] not in Method.registry:
-        raise unknown("method", method["name"], Method.registry, hint=f"{folder / CONFIG} was saved with it")
-    if kind not in WEIGHT_KINDS:
-        raise unknown("kind of weights", kind, WEIGHT_KINDS, hint=f"{folder / CONFIG} names it")
-    weights = read_both(folder, config)
-    parts = {"method": {n.removeprefix("method."): w for n, w in weights.items() if n.startswith("method.")}}
-    if config["saved"] == "all":
-        parts["vit"] = {n: w for n, w in weights.items() if not n.startswith("method.")}
-    own = partial(Method.registry[method["name"]].from_config, method["options"])
-
-    def make(vit: nn.Module, method: Method) -> AdaptiveViT:
-        model = adapt(vit, method)
-        return to_int8(model) if kind == "int8" else model
-
-    if vit is None:
-        rebuild = _rebuilder(folder, config)
-        twin = planned(lambda: make(rebuild(backbone), Static()), folder)
-        check_fit(twin.vit, parts["vit"], folder)
-        shape = twin.backbone.shape
-    else:
-        family, shape = backbone_of(vit).family, backbone_of(vit).shape
-        if family != backbone["family"]:
-            raise DwindleError(
-                f"{folder} belongs to a {backbone['family']} model, but vit is a {family} model; pass one it fits."
-            )
-    check_method(own, shape, parts["method"], folder)
-    with by_config(folder):
-        model = make(rebuild(backbone) if vit is None else vit, own())
-    model.method.trained = model.method.held = method.get("trained", True)
-    return filled(model, parts, folder)
-
-
-def _rebuilder(folder: Path, config: dict[str, Any]) -> Callable[[dict[str, Any]], nn.Module]:
-    backbone = config["backbone"]
-    if config["saved"] == "method" or backbone["options"] is None:
-        raise DwindleError(
-            f"{folder} does not hold its {backbone['family']} backbone; pass the model it belongs to as vit=..."
-        )
-    families = {family.family: family for family in _families()}
-    if backbone["family"] not in families:
-        raise unknown("backbone family", backbone["family"], families)
-    return families[backbone["family"]].rebuild
+def load_as(kind: type[Model], source: str | os.PathLike, *, inner: nn.Module | None = None) -> Model:
+    """`load`, where only models of this class will do; others are refused by what they are. inner: as `vit` there."""
+    found = family_at(source)
+    wanted = next(family for family in families() if issubclass(family.model, kind))
+    if found is not wanted:
+        own = listed([f"dwindle {name}" for name in found.commands])
+        raise DwindleError(f"{source} is {found.one}, and this takes {wanted.many}; use {own} with it.")
+    return load(source, vit=inner)
 
 
 def planned(make: Callable[[], Any], folder: Path) -> Any:
@@ -248,30 +178,6 @@ def by_config(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def load_halting(source: str | os.PathLike) -> AdaptiveViT:
-    """A checkpoint of a vision transformer whose tokens halt; the others are refused by what they are."""
-    model: Any = load(source)
-    if isinstance(model, AdaptiveViT):
-        return model
-    if hasattr(model, "lm"):
-        raise DwindleError(f"{source} is a language model and takes no images; use dwindle view, eval or generate.")
-    raise DwindleError(
-        f"{source} is an AdaPerceiver, whose tokens do not halt; use dwindle eval, bench, view, grid or policies."
-    )
-
-
-def _own(folder: Path, config: dict[str, Any]) -> Any:
-    """An AdaPerceiver. Typed Any, as callers that take either kind ask which it is."""
-    from ..models.adaperceiver import AdaPerceiver
-
-    options, weights = config["backbone"]["options"] or {}, read_both(folder, config)
-    if "readouts" not in options:  # saved when there was one, which had no name
-        nameless = ("write.", "output", "head.")
-        weights = {f"readouts.0.{n}" if n.startswith(nameless) else n: w for n, w in weights.items()}
-    check_fit(planned(lambda: AdaPerceiver(**options), folder), weights, folder)
-    return filled(AdaPerceiver(**options), {"": weights}, folder)
-
-
 def shipped() -> dict[str, Path]:
     """Checkpoints that come with the package, by name."""
     assets = Path(str(files("dwindle"))) / "assets"
@@ -294,10 +200,14 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
     return fetched(name, revision, [CONFIG, WEIGHTS])
 
 
-def family_of(name: str) -> str | None:
-    """The backbone's, of the folder, shipped name or Hub id of that name. None: it is none of these."""
-    there = name in shipped() or os.path.isdir(name) or "/" in name
-    return read_config(find(name))["backbone"]["family"] if there else None
+def family_at(source: str | os.PathLike) -> Family:
+    """Of the checkpoint at a path, of a shipped name or a Hub id."""
+    return family_named(read_config(find(source))["backbone"]["family"])
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether a name is that of a folder, of what ships, or may be one on the Hub."""
+    return name in shipped() or os.path.isdir(name) or "/" in name
 
 
 def read_both(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
@@ -380,11 +290,6 @@ def _outline(weight: Any) -> str:
         return type(weight).__name__
     kind = "" if weight.is_floating_point() else f" {weight.dtype}".replace("torch.", "")
     return f"{tuple(weight.shape)}{kind}"
-
-
-def _families() -> list[type[Backbone]]:
-    discover("dwindle.backbones")
-    return Backbone.families
 
 
 NESTED = ("model", "state_dict", "model_state_dict", "model_ema", "state_dict_ema")  # where training codes put them

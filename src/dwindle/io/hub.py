@@ -7,14 +7,15 @@ import re
 import tempfile
 from pathlib import Path
 
-from ..core.model import AdaptiveViT
+from torch import nn
+
 from ..errors import DwindleError
 from .card import write_card
-from .checkpoint import CONFIG, LANGUAGE, WEIGHTS, family_of, save
+from .checkpoint import CONFIG, WEIGHTS, save
 
 
 def push_to_hub(
-    model: AdaptiveViT,
+    model: nn.Module,
     repo: str,
     *,
     private: bool = False,
@@ -43,14 +44,9 @@ def push_to_hub(
     return address
 
 
-def hub_folder(model: AdaptiveViT, folder: str | os.PathLike, repo: str) -> Path:
+def hub_folder(model: nn.Module, folder: str | os.PathLike, repo: str) -> Path:
     """The repository as it will lie on the Hub."""
     path = save(model, folder)
-    if family_of(str(path)) in LANGUAGE:
-        from ..models.lm.card import write_lm_card
-
-        write_lm_card(path, repo)
-    else:
-        write_card(path, repo)
+    write_card(path, repo)
     assert all((path / name).is_file() for name in (CONFIG, WEIGHTS))
     return path

@@ -23,7 +23,7 @@ from fastapi.responses import JSONResponse
 from PIL import Image
 from starlette.exceptions import HTTPException
 
-from .. import __version__
+from ..version import __version__
 from .batching import Batcher
 from .bodies import Bodies, is_json, parsed
 from .guard import Guard, Hosts

@@ -18,6 +18,7 @@ from ..io.checkpoint import load
 from ..io.classes import class_names
 from ..io.images import load_image, preprocess_of
 from ..ops.timing import milliseconds
+from .view import draw
 
 DEMO = "aht_deit_tiny_imagenet"
 
@@ -25,8 +26,6 @@ DEMO = "aht_deit_tiny_imagenet"
 @torch.inference_mode()
 def look(model: AdaptiveViT, paths: Sequence[Path], out: Path, device: str = "cpu") -> dict[str, Any]:
     """Classify image files and draw what happened in the model."""
-    from .view import draw
-
     if out.is_file():
         raise DwindleError(f"{out} is a file; --out is a folder for the figures.")
     photos = [load_image(path) for path in paths]

@@ -6,10 +6,9 @@ view.py draws single traces; the style is the same. L blocks, n images.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,20 +222,6 @@ def cost_groups(gmacs: np.ndarray, adaptive: np.ndarray, static: np.ndarray, cou
         )
         for rows in parts
     ]
-
-
-def spread_settings(cost: Callable[[float], float], one: float, other: float, count: int, probes: int) -> list[float]:
-    """Settings between two whose costs lie about evenly, cheapest first: the widest gap in cost is halved again and
-    again, for with most settings nearly all of the change happens in a small part of the range."""
-    known = {value: cost(value) for value in (one, other)}
-    finest = 1e-4 * abs(other - one)  # a cost that jumps is not looked into for ever
-    while len(known) < probes:
-        gaps = [(low, high) for low, high in pairwise(sorted(known)) if high - low > finest]
-        low, high = max(gaps, key=lambda gap: abs(known[gap[1]] - known[gap[0]]))
-        known[(low + high) / 2] = cost((low + high) / 2)
-    goals = np.linspace(min(known.values()), max(known.values()), count)
-    chosen = {min(known, key=lambda value: abs(known[value] - goal)) for goal in goals}
-    return sorted(chosen, key=lambda value: known[value])
 
 
 def read_metrics(folder: Path) -> dict[str, np.ndarray] | None:

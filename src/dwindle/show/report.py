@@ -32,13 +32,12 @@ from ..evaluate.analysis import (
     sweep,
 )
 from ..files import check_folder, write_text
-from ..io.checkpoint import find, load, load_halting, read_config
+from ..io.checkpoint import family_at, find, load_as, read_config
 from ..io.classes import class_count, class_names, known_classes
 from ..io.datasets import Images
 from ..io.images import preprocess_of
 from ..io.sets import evaluation_images
 from ..methods.static import Static
-from ..models.lm.load import is_language
 from . import figures as charts
 from .drawing import save_figure
 
@@ -73,10 +72,10 @@ def report(
     folders = [find(source) for source in (run, *others)]
     metrics = [charts.read_metrics(folder) for folder in folders]
     static = next((f for f in folders[1:] if read_config(f)["method"]["name"] == Static.__name__), None)
-    if any(is_language(read_config(folder)) for folder in folders):
-        raise DwindleError("dwindle report explains vision models; look at a language model with dwindle view.")
-    model = load_halting(folders[0])
-    rival = load(static) if static else model
+    if other := next((folder for folder in folders if family_at(folder) is not family_at(folders[0])), None):
+        raise DwindleError(f"{other} is {family_at(other).one}, and {run} is none; lay runs of one kind side by side.")
+    model = load_as(AdaptiveViT, folders[0])
+    rival = load_as(AdaptiveViT, static) if static else model
     images = evaluation_images(model, data or _own_data(model, folders[0]), limit)
     if not len(images):
         raise DwindleError(f"'{images.name}' holds no images to report on; choose another --data.")

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -31,9 +30,20 @@ OptionalData = Annotated[
         "model shakespeare, enwik8 or a text file."
     ),
 ]
-Tau = Annotated[
-    float | None, typer.Option(help="Of a language model: a token skips a block where its gate says less than this.")
+Threshold = Annotated[
+    float | None, typer.Option(help="Turn the halting threshold; of AHT and A-ViT, higher costs more.")
 ]
+Batch = Annotated[int, typer.Option(help="Images at a time.")]
+Limit = Annotated[int | None, typer.Option(help="Only the first N images.")]
+Workers = Annotated[int, typer.Option(help="Processes that load images.")]
+Holdout = Annotated[
+    float | None,
+    typer.Option(
+        help="Of data without splits: the share to evaluate on, 0: all; by itself what training held out, or all."
+    ),
+]
+Seconds = Annotated[float, typer.Option(help="Time for each row.")]
+Tau = Annotated[float | None, typer.Option(help="A token skips a block where its gate says less than this.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by itself a GPU where there is one.")]
 SkipCorrupt = Annotated[
     bool, typer.Option("--skip-corrupt", help="Go on past images that cannot be read; they are counted and listed.")
@@ -99,39 +109,6 @@ def device_for(given: str | None) -> str:
     return given
 
 
-def evaluated(
-    model: Any, images: Any, batch: int, workers: int, device: str | None, **how: Any
-) -> dict[str, Any] | None:
-    """`train.evaluate.evaluate` with a bar. Under torchrun each process takes its share; all but one get None."""
-    from ..core import processes as ranks
-    from ..evaluate.evaluate import evaluate
-    from ..io.batches import loader
-
-    def measure(place: Any, progress: Callable[[int], None]) -> dict[str, Any]:
-        batches = loader(images, batch, workers=workers, rank=ranks.rank(), world=ranks.world())
-        found = evaluate(model, batches, device=place, progress=progress, **how)
-        for corrupt in ranks.gathered(images.corrupt):
-            images.corrupt |= corrupt
-        return found
-
-    return shared(measure, len(images), device)
-
-
-def shared(
-    measure: Callable[[Any, Callable[[int], None]], dict[str, Any]], total: int, device: str | None
-) -> dict[str, Any] | None:
-    """What `measure(device, progress)` finds, with a bar over `total`. Of several processes one gets it, and speaks."""
-    from ..core import processes as ranks
-
-    place = ranks.join(device_for(device)) or "cpu"
-    rank, world = ranks.rank(), ranks.world()
-    with progress_bar(rank == 0) as bar:
-        task = bar.add_task("evaluating", total=total // world)
-        result = measure(place, lambda n: bar.advance(task, n))
-    ranks.leave()
-    return result if rank == 0 else None
-
-
 def tell_images(images: Any) -> None:
     """Which images a result is of, and which of them were skipped."""
     for name, why in images.corrupt_files():
@@ -146,23 +123,26 @@ def needed(given: Any, command: str, name: str) -> Any:
     return given
 
 
-def only_for(kind: str, **given: Any) -> None:
-    """Options that another kind of model takes."""
+def only_for(kind: str, here: str = "this model", **given: Any) -> None:
+    """Options that another kind of model takes. here: what was given instead."""
     for name, value in given.items():
         if value is not None:
             given_as = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-            raise DwindleError(f"{given_as} is for {kind}; leave it out for this model.")
+            raise DwindleError(f"{given_as} is for {kind}; leave it out for {here}.")
 
 
-def resumes(asked: bool, out: Path) -> bool:
-    """Whether there is something to go on with. A run killed before its first save begins again, to the same end."""
-    from ..train.state import BEGUN, STATE
+def at_least(**least: tuple[float | None, float]) -> None:
+    """Options by name: what was given, if anything, and the least it may be."""
+    for name, (given, low) in least.items():
+        if given is not None and not low <= given < math.inf:
+            raise DwindleError(f"--{name} {given}: it must be at least {low}, and finite.")
 
-    there = {path.name for path in out.iterdir()} if out.is_dir() else {STATE}
-    begun = STATE not in there and (BEGUN in there or not there)
-    if asked and begun:
-        aside.print(f"{plain(str(out))} holds nothing saved yet: from the start.", soft_wrap=True)
-    return asked and not begun
+
+def check_loading(batch: int, limit: int | None, holdout: float | None = None) -> None:
+    """Options of commands that go through a data set."""
+    at_least(batch=(batch, 1), limit=(limit, 1))
+    if holdout is not None and not 0 <= holdout < 1:
+        raise DwindleError(f"--holdout {holdout}: it is a share, from 0 to below 1.")
 
 
 def numbers(option: str, text: str, kind: Any) -> list[Any]:

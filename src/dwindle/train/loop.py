@@ -27,7 +27,7 @@ from ..files import write_text
 from ..io.augment import Augment
 from ..io.batches import CROP_PCT, RESAMPLED, Resident, loader
 from ..io.card import write_card
-from ..io.checkpoint import load_halting, save
+from ..io.checkpoint import load_as, save
 from ..io.classes import by_name
 from ..io.datasets import Images, check_labels, in_order, matched
 from ..io.datasets import limit as first
@@ -170,7 +170,7 @@ class Run:
             taught: Any = copy.deepcopy(vit)
         else:
             try:
-                model = load_halting(named)
+                model = load_as(AdaptiveViT, named)
             except DwindleError as error:
                 raise DwindleError(f"teacher = {named}: {error}") from error
             self.taught_classes = teacher_classes(model, self.train_images, named, self.device)

@@ -1,73 +1,89 @@
-"""`dwindle eval`, `bench` and `view`, where they are given an AdaPerceiver."""
+"""The commands of AdaPerceivers: parse, call, print a table and one line of JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
+from ...core.method import require
 from ...core.model import Output
-from ...errors import DwindleError, unknown
+from ...errors import DwindleError
 from ...files import write_text
-from ...io.checkpoint import OWN, family_of
 from ...io.datasets import Images, open_data
 from ...io.datasets import limit as first
+from ...io.images import load_image
 from ...io.sets import evaluation_images
-from ...runtime.dtypes import DTYPES, converted
+from ...runtime.dtypes import DTYPES, check_runs, converted
+from ...show.drawing import file_stems
+from ...show.running import evaluated, shared
 from ...show.terminal import (
+    Batch,
+    Checkpoint,
+    Data,
+    Device,
+    Dtype,
+    Holdout,
+    Limit,
+    Seconds,
+    SkipCorrupt,
+    Workers,
+    check_loading,
     device_for,
-    evaluated,
     finish,
     numbers,
     only_for,
     progress_bar,
-    shared,
     show_table,
     tell_images,
 )
 from . import dense
-from .commands import load_network, show_policies
+from .commands import grid, load_network, policies, show_policies
 from .compare import POLICIES, markdown, summarised
+from .family import PRESET, AdaPerceivers
+from .figures import certainty, class_name, interpolation, maps, tradeoffs
+from .grid import exit_latencies, latencies
 from .images import preprocess_for
 from .model import AdaPerceiver
 from .policies import load_policy
 from .settings import check
 
+__all__ = ["bench", "evaluate", "grid", "policies", "view"]
+
 LONGEST = 1024  # side of a drawn map
 TIMED = 64  # images, at least, that early exit is timed on: each takes its own time
-PRESET = "adaperceiver_"  # and a preset's name: that network, untrained
-
-
-def is_checkpoint(name: str) -> bool:
-    """Whether the folder, shipped name or Hub id of that name holds one."""
-    return family_of(name) == OWN
-
-
-def is_preset(name: str) -> bool:
-    return name.startswith(PRESET) and not Path(name).is_dir()
 
 
 def evaluate(
-    checkpoint: str,
-    data: str,
-    batch: int,
-    limit: int | None,
-    workers: int,
-    device: str | None,
-    dtype: str,
-    exit: float | None,
-    exits: str | None,
-    policy: Path | None,
-    holdout: float | None,
-    skip_corrupt: bool,
-    **setting: int | None,
+    checkpoint: Checkpoint,
+    data: Data,
+    tokens: Annotated[int | None, typer.Option(help="How many; all by default.")] = None,
+    depth: Annotated[int | None, typer.Option(help="Blocks.")] = None,
+    width: Annotated[int | None, typer.Option(help="Of its FFNs.")] = None,
+    exit: Annotated[float | None, typer.Option(help="Images leave at this confidence, in (0, 1].")] = None,
+    exits: Annotated[str | None, typer.Option(help="With --exit: after these blocks only, such as 5,7,9.")] = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="Tokens and depth as this file of dwindle policies chooses.")
+    ] = None,
+    batch: Batch = 64,
+    limit: Limit = None,
+    workers: Workers = 2,
+    holdout: Holdout = None,
+    skip_corrupt: SkipCorrupt = False,
+    device: Device = None,
+    dtype: Dtype = "fp32",
 ) -> None:
     """At one setting (the largest by default) or as a learned policy chooses; with images that leave where their
     confidence reaches `exit`."""
+    check_loading(batch, limit, holdout)
+    for name, given in (("tokens", tokens), ("depth", depth)):
+        require(policy is None or given is None, f"--{name} {given}", "--policy chooses it, so leave it out")
+    setting = {"tokens": tokens, "depth": depth, "width": width}
     model = converted(load_network(checkpoint, dense=True), dtype, device_for(device))
     if model.outputs == "dense":
         only_for("networks that classify", policy=policy, exit=exit, exits=exits, holdout=holdout)
@@ -126,31 +142,39 @@ def _evaluate_dense(
 
 
 def bench(
-    name: str,
-    batches: Sequence[int],
-    dtype: str,
-    seconds: float,
-    device: str | None,
-    data: str | None,
-    exit: str | None,
-    exits: str | None,
+    model: Annotated[str, typer.Argument(help="adaperceiver_paper, _small or _tiny (untrained), or a checkpoint.")],
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    seconds: Seconds = 4.0,
+    data: Annotated[str | None, typer.Option(help="Real images, of which some leave early.")] = None,
+    exit: Annotated[
+        str | None, typer.Option(help="With --data: confidences at which images leave, such as 0.9,0.8.")
+    ] = None,
+    exits: Annotated[
+        str | None, typer.Option(help="With --exit: also leaving after these blocks only, such as 5,7,9.")
+    ] = None,
+    device: Device = None,
 ) -> None:
     """The largest setting against half its tokens, half its depth, both, and its least width; turn about. With `exit`
     against early exit on images of `data`."""
-    from .grid import latencies
-
-    if dtype not in DTYPES:
-        raise unknown("dtype of an AdaPerceiver", dtype, DTYPES)
-    untrained = is_preset(name)
-    model = AdaPerceiver.preset(name.removeprefix(PRESET)) if untrained else load_network(name, dense=True)
     place = device_for(device)
+    check_runs(dtype, place)
+    require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
+    batches, untrained = numbers("--batch", batch, int), model in AdaPerceivers().untrained()
+    network = AdaPerceiver.preset(model.removeprefix(PRESET)) if untrained else load_network(model, dense=True)
     if exit is not None and data is not None:
-        return _bench_exit(model, name, batches, dtype, seconds, place, data, exit, exits)
+        return _bench_exit(network, model, batches, dtype, seconds, place, data, exit, exits)
     if data is not None or exit is not None or exits is not None:
         raise DwindleError(
             "An AdaPerceiver is timed at several settings, or with images that leave early: give --exit, the "
             "confidence at which they do, and --data, real ones, both or none of them."
         )
+    _bench_settings(network, model, batches, dtype, seconds, place)
+
+
+def _bench_settings(
+    model: AdaPerceiver, name: str, batches: Sequence[int], dtype: str, seconds: float, place: str
+) -> None:
     tokens, depth, width = model.tokens[-1], model.depth, model.width
     fewer, shallower = max(1, tokens // 2), max(1, depth // 2)
     settings = [(tokens, depth, width), (fewer, depth, width), (tokens, shallower, width)]
@@ -180,8 +204,6 @@ def _bench_exit(
     exits: str | None,
 ) -> None:
     """Early exit against the whole network, on the same images for every batch size and confidence."""
-    from .grid import exit_latencies
-
     exit_depths = numbers("--exits", exits, int) if exits else None
     kinds = (None, exit_depths) if exit_depths else (None,)
     asked = [(tau, some) for tau in numbers("--exit", exit, float) for some in kinds]
@@ -210,8 +232,6 @@ def _shown(value: Any) -> Any:
 
 def compared(title: str, found: Sequence[dict[str, Any]], folder: Path) -> None:
     """Tables and figures of a comparison's results."""
-    from .figures import interpolation, tradeoffs
-
     table = summarised(found)
     columns = ["tokens", "depth", "width", "adaptive", "gmacs", "static", "static_gmacs", "difference"]
     show_table(title, columns, [["" if row[c] is None else row[c] for c in columns] for row in table])
@@ -230,27 +250,28 @@ def compared(title: str, found: Sequence[dict[str, Any]], folder: Path) -> None:
     finish({"results": table, "table": str(folder / "table.md"), "figures": [str(figure) for figure in figures]})
 
 
-def view(checkpoint: str, paths: Sequence[Path], out: Path, device: str | None) -> None:
+def view(
+    checkpoint: Checkpoint,
+    images: Annotated[list[Path], typer.Argument(help="Image files.")],
+    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("dwindle-view"),
+    device: Device = None,
+) -> None:
     """For each image, how sure the network is of its answer at every depth and number of tokens."""
-    from ...io.images import load_image
-    from ...show.drawing import file_stems
-    from .figures import certainty
-
     if out.is_file():
         raise DwindleError(f"{out} is a file; --out is a folder for the figures.")
     model, place = load_network(checkpoint, dense=True), device_for(device)
     prepare, names = preprocess_for(model), model.extra.get("classes")
     task = dense.task_of(model, checkpoint) if model.outputs == "dense" else None
     model.eval().to(place)
-    photos = [load_image(path) for path in paths]
+    photos = [load_image(path) for path in images]
     out.mkdir(parents=True, exist_ok=True)
     if task is not None:
-        return _view_dense(model, task, list(zip(paths, photos)), out, place, checkpoint)
+        return _view_dense(model, task, list(zip(images, photos)), out, place, checkpoint)
     rows: list[dict[str, Any]] = []
     figures = []
-    for path, photo, stem in zip(paths, photos, file_stems([path.stem for path in paths])):
+    for path, photo, stem in zip(images, photos, file_stems([path.stem for path in images])):
         chances = model.every(prepare.eval_transform()(photo)[None].to(place))[:, :, 0].softmax(-1)  # (L, G, classes)
-        confidence, best = (value.item() for value in chances[-1, -1].max(-1))
+        confidence, best = chances[-1, -1].max(-1).values.item(), int(chances[-1, -1].argmax(-1))
         label = names[best] if names and best < len(names) else best
         sure = chances[..., best].cpu()
         agreeing = int((chances[:, -1].argmax(-1) == best).long().flip(0).cumprod(0).sum())  # of the last blocks
@@ -274,9 +295,6 @@ def _view_dense(
     model: AdaPerceiver, task: str, photos: Sequence[tuple[Path, Any]], out: Path, place: str, checkpoint: str
 ) -> None:
     """Each photograph's map, drawn from every trained number of tokens."""
-    from ...show.drawing import file_stems
-    from .figures import class_name, maps
-
     rows: list[dict[str, Any]] = []
     figures = []
     counts, names = model.tokens[:: -(-len(model.tokens) // 4)], model.extra.get("classes")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,11 +11,19 @@ import typer
 
 from ...errors import DwindleError
 from ...files import check_folder, write_text
+from ...io.checkpoint import load_as
+from ...io.datasets import limit as first
+from ...io.datasets import open_data
+from ...io.sets import evaluation_images, parts_for
+from ...runtime.dtypes import DTYPES, check_runs
 from ...show.terminal import (
+    Batch,
     Checkpoint,
     Data,
     Device,
+    Limit,
     aside,
+    at_least,
     device_for,
     finish,
     numbers,
@@ -24,45 +31,32 @@ from ...show.terminal import (
     progress_bar,
     show_table,
 )
+from . import figures
+from . import grid as measured
+from . import policies as rules
+from .images import preprocess_for, served
+from .model import AdaPerceiver
+from .settings import check_exits
 
 
-def register(app: typer.Typer) -> None:
-    for command in (grid, policies):
-        app.command()(command)
-
-
-def load_network(checkpoint: str, dense: bool = False) -> Any:
+def load_network(checkpoint: str, dense: bool = False) -> AdaPerceiver:
     """dense: one that answers for each patch will do as well."""
-    from ...io.checkpoint import load
-    from .model import AdaPerceiver
-
-    model: Any = load(checkpoint)
-    if not isinstance(model, AdaPerceiver) or not (dense or model.outputs == "class"):
+    model = load_as(AdaPerceiver, checkpoint)
+    if not (dense or model.outputs == "class"):
         raise DwindleError(f"{checkpoint} is no AdaPerceiver that classifies; train one (dwindle train ada_cifar100).")
     return model
 
 
-def _check(**least: tuple[float | None, float]) -> None:
-    """Options by name: what was given, if anything, and the least it may be."""
-    for name, (given, low) in least.items():
-        if given is not None and not low <= given < math.inf:
-            raise DwindleError(f"--{name} {given}: it must be at least {low}, and finite.")
-
-
 def _components(model: Any, checkpoint: str, data: str, out: Path, count: int, place: str) -> None:
     """Fig. 15-17 of the first images of a data set."""
-    from ...io.datasets import limit, open_data
-    from .figures import components
-    from .images import preprocess_for
-
-    images = limit(open_data(data, "test"), count)
+    images = first(open_data(data, "test"), count)
     prepare = preprocess_for(model).eval_transform()
     model.eval().to(place)
     out.mkdir(parents=True, exist_ok=True)
     made = []
     for i in range(len(images)):
         made.append(out / f"components_{i}.png")
-        components(model, prepare(images.image(i))[None].to(place), made[-1])
+        figures.components(model, prepare(images.image(i))[None].to(place), made[-1])
     finish({"checkpoint": checkpoint, "images": len(images), "figures": [str(path) for path in made]})
 
 
@@ -75,21 +69,15 @@ def grid(
     ] = None,
     seconds: Annotated[float, typer.Option(help="Time for measuring latencies.")] = 10.0,
     dtype: Annotated[str, typer.Option(help="Of the latencies: fp32, bf16 or fp16.")] = "fp32",
-    batch: Annotated[int, typer.Option(help="Images at a time.")] = 128,
-    limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
+    batch: Batch = 128,
+    limit: Limit = None,
     device: Device = None,
 ) -> None:
-    """Accuracy of an AdaPerceiver at every number of tokens, depth and width; and how its latency falls. Of a dense one
-    the principal components of its patch features (--limit images, 4 if not given)."""
-    from ...io.sets import evaluation_images
-    from ...runtime.dtypes import DTYPES, check_runs
-    from . import figures
-    from . import grid as measure
-    from .images import preprocess_for, served
+    """Every setting, measured."""
 
     place = device_for(device)
     check_runs(dtype, place)
-    _check(batch=(batch, 1), limit=(limit, 1), seconds=(seconds, 0))
+    at_least(batch=(batch, 1), limit=(limit, 1), seconds=(seconds, 0))
     check_folder(out)
     model = load_network(checkpoint, dense=True)
     more = numbers("--between", between, int) if between else []
@@ -100,21 +88,21 @@ def grid(
     held = served(model, images, place)
     with progress_bar() as bar:
         task = bar.add_task("images", total=held.count)
-        found = measure.grid(model, held(batch), device=place, progress=lambda n: bar.advance(task, n))
-    rows = measure.rows(model, found)
+        found = measured.grid(model, held(batch), device=place, progress=lambda n: bar.advance(task, n))
+    rows = measured.rows(model, found)
     counts = sorted({*model.tokens, *more})
-    along = measure.between(model, held(batch), counts, place) if more else []
+    along = measured.between(model, held(batch), counts, place) if more else []
     depths = sorted({max(1, round(model.depth * share / 4)) for share in range(1, 5)}, reverse=True)
     settings = [(t, d, model.width) for d in depths for t in reversed(model.tokens)]
     settings += [(model.tokens[-1], model.depth, w) for w in model.widths[:-1]]
-    latency = measure.latencies(model, settings, batch, place, DTYPES[dtype], seconds)
+    latency = measured.latencies(model, settings, batch, place, DTYPES[dtype], seconds)
     top1 = {(r["tokens"], r["depth"], r["width"]): r["top1"] for r in rows}
     latency = [r | {"top1": top1[r["tokens"], r["depth"], r["width"]]} for r in latency]
     result = {
         "checkpoint": checkpoint,
         **held.about,
-        "falls": measure.falls(found),
-        "lagging": measure.lagging(found),
+        "falls": measured.falls(found),
+        "lagging": measured.lagging(found),
         "rows": rows,
         "between": along,
         "latency": latency,
@@ -164,19 +152,13 @@ def policies(
     ] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the training images for each learned policy; 0: none.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Folder for the table and the learned policies.")] = None,
-    batch: Annotated[int, typer.Option(help="Images at a time.")] = 128,
-    limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
+    batch: Batch = 128,
+    limit: Limit = None,
     device: Device = None,
 ) -> None:
-    """Table 6 for an AdaPerceiver: fixed settings, early exit, a learned choice of tokens (the paper's) or of
-    tokens and depth, and the oracle."""
-    from ...io.datasets import limit as first
-    from ...io.sets import parts_for
-    from . import policies as rules
-    from .images import served
-    from .settings import check_exits
+    """Every policy, measured."""
 
-    _check(batch=(batch, 1), limit=(limit, 1), epochs=(epochs, 0))
+    at_least(batch=(batch, 1), limit=(limit, 1), epochs=(epochs, 0))
     if out is not None:
         check_folder(out)
     model, place = load_network(checkpoint), device_for(device)

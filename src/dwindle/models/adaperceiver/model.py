@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.model import Output, check_finite
+from ...core.registry import family_of
 from ...core.trace import Trace
 from ...errors import DwindleError, unknown
 from .blocks import Product, any_batch, numbers, plain
@@ -103,9 +104,7 @@ class AdaPerceiver(Network):
 
         What happens to this network afterwards does not reach it: prepare again after training.
         """
-        from .prepared import PreparedPerceiver
-
-        return PreparedPerceiver(self)
+        return family_of(self).prepare(self)
 
     def run(
         self,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-from ...files import write_text
-from ...io.card import CARD, closing
-from ...io.checkpoint import read_config
+from ...io.card import closing
 
 COLUMNS = ("loss", "loss_soft", "bpc", "tlops_saved", "macs_saved")
 
@@ -49,8 +46,3 @@ def lm_card(config: dict[str, Any], name: str) -> str:
     }
     notes |= {"Command": extra.get("command"), "Licence": extra.get("licence")}
     return "\n".join([*lines, *closing(notes, {"Router": method["options"], "Recipe": extra.get("recipe")})])
-
-
-def write_lm_card(folder: str | os.PathLike, name: str | None = None) -> Path:
-    folder = Path(folder)
-    return write_text(folder / CARD, lm_card(read_config(folder), name or folder.name))

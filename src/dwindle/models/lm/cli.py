@@ -1,4 +1,4 @@
-"""What the commands do for language models. cli.py sends them here when the recipe or the checkpoint is one."""
+"""The commands of language models: parse, call, print a table and one line of JSON."""
 
 from __future__ import annotations
 
@@ -7,34 +7,46 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from ...core.method import require
-from ...errors import DwindleError
+from ...errors import DwindleError, unknown
 from ...files import write_text
-from ...io.checkpoint import LANGUAGE, family_of, find, read_config
+from ...runtime.dtypes import check_runs
 from ...settings import Share, fitted
 from ...show.drawing import file_stems, save_figure
+from ...show.running import resumes, shared
 from ...show.terminal import (
+    Batch,
+    Checkpoint,
+    Device,
+    Limit,
+    Seconds,
+    Tau,
     aside,
+    check_loading,
     console,
     device_for,
     finish,
+    numbers,
     plain,
     progress_bar,
-    resumes,
-    shared,
     show_table,
     ticking,
 )
+from .bench import bench_lm, compilable
 from .compare import LMCompare, LMComparison, markdown, summarised
-from .execute import AdaptiveLM
+from .evaluate import evaluate as measure
+from .execute import LAYOUTS, AdaptiveLM
 from .figures import figures
-from .load import is_language, load_lm, own_text, vocabulary_of
+from .generate import generate as write
+from .load import load_lm, own_text, vocabulary_of
 from .text import Vocabulary, open_text
 from .train import LMRecipe, LMRun
+from .view import page
 
 TOLD = ("name", "seed", "loss", "loss_soft", "tau", "tlops_saved", "macs_saved", "controls", "train_tokens_per_s")
 PASSAGE = 2000  # characters of the model's own data that `view` shows when it is given nothing
@@ -42,11 +54,6 @@ PASSAGE = 2000  # characters of the model's own data that `view` shows when it i
 
 def is_recipe(settings: Any) -> bool:
     return isinstance(settings, LMRecipe)
-
-
-def is_checkpoint(name: str) -> bool:
-    """Whether the folder, shipped name or Hub id of that name holds one. Names of vision models are none of these."""
-    return family_of(name) in LANGUAGE
 
 
 def _only_for_images(**given: Any) -> None:
@@ -123,18 +130,18 @@ def compare(
 
 
 def evaluate(
-    checkpoint: str,
-    data: str | None,
-    layout: str,
-    threshold: float | None,
-    tau: float | None,
-    batch: int,
-    limit: int | None,
-    device: str | None,
+    checkpoint: Checkpoint,
+    data: Annotated[str | None, typer.Option(help="shakespeare, enwik8 or a text file; by itself its own.")] = None,
+    layout: Annotated[str, typer.Option(help="packed (halted tokens are not computed) or masked.")] = "packed",
+    tau: Tau = None,
+    batch: Batch = 64,
+    limit: Limit = None,
+    device: Device = None,
 ) -> None:
-    from .evaluate import evaluate as measure
-
-    _only_for_images(threshold=threshold)
+    """Loss, and what was saved."""
+    if layout not in LAYOUTS:
+        raise unknown("layout", layout, LAYOUTS)
+    check_loading(batch, limit)
     model, vocabulary = _opened(checkpoint, tau)
     name = data or own_text(model)
     text = open_text(name, vocabulary)
@@ -151,23 +158,27 @@ def evaluate(
 
 
 def bench(
-    checkpoint: str,
-    batches: list[int],
-    fractions: list[float],
-    dtype: str,
-    seconds: float,
-    device: str | None,
-    data: str | None,
-    **for_images: Any,
+    model: Annotated[str, typer.Argument(help="A checkpoint.")],
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
+    fraction: Annotated[
+        str, typer.Option(help="Shares of token-blocks computed, by forced random exit depths.")
+    ] = "1.0,0.67,0.52",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    seconds: Seconds = 4.0,
+    data: Annotated[
+        str | None, typer.Option(help="A text for the router's own decisions; by itself the model's.")
+    ] = None,
+    device: Device = None,
 ) -> None:
-    """data: a text for the router's own decisions, by itself the model's, where it is there."""
-    from .bench import bench_lm, compilable
-
-    _only_for_images(**for_images)
-    model, vocabulary = _opened(checkpoint, None)
-    place, ids = device_for(device), None
+    """Static against adaptive. The router's own decisions are timed where there is a text for them."""
+    place = device_for(device)
+    check_runs(dtype, place)
+    require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
+    batches, fractions = numbers("--batch", batch, int), numbers("--fraction", fraction, float)
+    opened, vocabulary = _opened(model, None)
+    ids = None
     try:
-        ids = open_text(data or own_text(model), vocabulary).val
+        ids = open_text(data or own_text(opened), vocabulary).val
     except DwindleError as error:
         if data is not None:
             raise
@@ -175,7 +186,7 @@ def bench(
     with progress_bar() as bar:
         task = bar.add_task("timing", total=len(batches) * (len(fractions) + (ids is not None)))
         result = bench_lm(
-            model,
+            opened,
             batches,
             fractions,
             place,
@@ -188,24 +199,22 @@ def bench(
     columns = ["batch", "decisions", "fraction", "static_ms", "adaptive_ms", "speedup", "spread", "promised", "reached"]
     columns += ["promised_macs", "reached_macs"]
     rows = [[row[c] for c in columns] for row in result["rows"]]
-    show_table(f"{checkpoint} on {result['device']}, {dtype}, {result['context']} characters", columns, rows)
+    show_table(f"{model} on {result['device']}, {dtype}, {result['context']} characters", columns, rows)
     finish(result)
 
 
 def view(
-    checkpoint: str,
-    files: list[Path] | None,
-    out: Path,
-    threshold: float | None,
-    tau: float | None,
-    device: str | None,
+    checkpoint: Checkpoint,
+    images: Annotated[list[Path] | None, typer.Argument(help="Text files; by itself a passage of its own.")] = None,
+    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("dwindle-view"),
+    tau: Tau = None,
+    device: Device = None,
 ) -> None:
-    from .view import page
-
-    _only_for_images(threshold=threshold)
+    """A page for each text."""
+    files = images or []
     model, vocabulary = _opened(checkpoint, tau)
     pages = []
-    names = file_stems([path.stem for path in files or []])
+    names = file_stems([path.stem for path in files])
     for i, path in enumerate(files or [None]):  # type: ignore[list-item]
         if path is None:
             name = own_text(model)
@@ -232,19 +241,16 @@ def _read(path: Path) -> str:
 
 
 def generate(
-    checkpoint: str,
-    prompt: str,
-    length: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int | None,
-    tau: float | None,
-    device: str | None,
+    checkpoint: Checkpoint,
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "\n",
+    length: Annotated[int, typer.Option(help="Characters to write.")] = 500,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest character.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Only among the K likeliest characters.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same text every time.")] = None,
+    tau: Tau = None,
+    device: Device = None,
 ) -> None:
-    from .generate import generate as write
-
-    if not is_language(read_config(find(checkpoint))):
-        raise DwindleError(f"{checkpoint} is a vision model; dwindle generate needs a language model.")
+    """A text, and what was saved."""
     model, vocabulary = _opened(checkpoint, tau)
     place = device_for(device)
     ids = vocabulary.encode(prompt, "The prompt").long()[None].to(place)

@@ -20,6 +20,7 @@ from ...core.trace import Trace
 from ...errors import DwindleError, unknown
 from ...ops.causal import Askers, attend_asked, attend_causal
 from .cost import lm_macs, static_lm_macs
+from .hf import HFLanguage
 from .model import CharLM, Turns
 from .routing import Gate, Moment, Router
 from .tsa import TSA
@@ -255,8 +256,6 @@ def _attend(
 def language_backbone(lm: nn.Module) -> Any:
     if isinstance(lm, CharLM):
         return lm
-    from .hf import HFLanguage
-
     return HFLanguage(lm)
 
 

@@ -1,33 +1,33 @@
-"""Language models from checkpoints: the same folder as any other, told apart by its backbone's family."""
+"""Language models from checkpoints: the same folder as any other."""
 
 from __future__ import annotations
 
+import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ...errors import DwindleError, unknown
-from ...io.checkpoint import LANGUAGE, by_config, check_fit, check_method, filled, find, planned, read_both
-from ...io.config import CONFIG, read_config
+from ...io.checkpoint import by_config, check_fit, check_method, filled, load_as, planned, read_both
+from ...io.config import CONFIG
 from ...settings import checked
 from .execute import AdaptiveLM, adapt_lm
+from .hf import rebuild
 from .model import CharLM, LMSize
 from .routing import Router, Static
 from .text import Vocabulary
 
 
-def is_language(config: dict[str, Any]) -> bool:
-    return config["backbone"]["family"] in LANGUAGE
-
-
-def load_lm(source: Any, *, lm: Any = None) -> AdaptiveLM:
+def load_lm(source: str | os.PathLike, *, lm: nn.Module | None = None) -> AdaptiveLM:
     """In eval mode, on the CPU. lm: put the weights into this model; needed where only the router was saved."""
-    folder = find(source)
-    config = read_config(folder)
+    return load_as(AdaptiveLM, source, inner=lm)
+
+
+def routed(folder: Path, config: dict[str, Any], lm: Any) -> AdaptiveLM:
+    """A language model and its router, from a checkpoint."""
     backbone, method = config["backbone"], config["method"]
-    if not is_language(config):
-        raise DwindleError(
-            f"{folder} holds a {backbone['family']} model, which is no language model; open it with dwindle.load."
-        )
     if method["name"] not in Router.registry:
         raise unknown("router", method["name"], Router.registry, hint=f"{folder / CONFIG} was saved with it")
     weights = read_both(folder, config)
@@ -49,16 +49,12 @@ def load_lm(source: Any, *, lm: Any = None) -> AdaptiveLM:
     check_method(own, twin.backbone.shape, parts["method"], folder)
     with by_config(folder):
         model = adapt_lm(_rebuild(backbone) if lm is None else lm, own())
-    filled(model, parts, folder)
-    model.extra = config.get("extra", {})
-    return model.eval()
+    return filled(model, parts, folder)
 
 
 def _rebuild(backbone: dict[str, Any]) -> Any:
     if backbone["family"] == "charlm":
         return CharLM(checked(LMSize)(**backbone["options"] or {}))
-    from .hf import rebuild
-
     return rebuild(backbone)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...core import processes as ranks
 from ...errors import DwindleError
+from ...io.card import write_card
 from ...io.checkpoint import save
 from ...ops.half import autocast, halves
 from ...runtime.memory import kept_pages
@@ -25,7 +26,6 @@ from ...settings import AtLeast0, Batch, Depth, Seed, Size, Whole0, Whole1, With
 from ...train.recipe import made
 from ...train.record import Recorded, record
 from ...train.state import Claim, random_state, read_state, restore_random, write_metrics, write_state
-from .card import write_lm_card
 from .evaluate import evaluate
 from .execute import AdaptiveLM, adapt_lm
 from .model import CharLM, LMSize
@@ -200,8 +200,8 @@ class LMRun:
             "recipe": recipe,
             "results": self.history[-1] if self.history else {},
         }
-        save(self.model, self.out, extra=extra)  # type: ignore[arg-type]
-        write_lm_card(self.out)
+        save(self.model, self.out, extra=extra)
+        write_card(self.out)
         self.noted = write_metrics(self.out, self.history, self.noted, by="step")
         state = {
             "step": self.step,

@@ -1,0 +1,57 @@
+"""What saving, loading, cards and commands need to know of AdaPerceivers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...core.registry import Family
+from ...errors import DwindleError
+from ...io.card import vision_card
+from ...io.checkpoint import check_fit, filled, planned, read_both
+from .model import PRESETS, AdaPerceiver
+from .prepared import PreparedPerceiver
+
+PRESET = "adaperceiver_"  # and a preset's name: that network, untrained
+
+
+class AdaPerceivers(Family):
+    one, many, model = "an AdaPerceiver", "AdaPerceivers", AdaPerceiver
+    cli = "dwindle.models.adaperceiver.cli"
+    commands = {
+        "eval": "",
+        "bench": "An AdaPerceiver (a checkpoint, or adaperceiver_paper, untrained) at several settings, or by --exit "
+        "with early exit.",
+        "view": "Of an AdaPerceiver how sure it is at every depth and number of tokens.",
+        "grid": "Accuracy of an AdaPerceiver at every number of tokens, depth and width; and how its latency falls. "
+        "Of a dense one the principal components of its patch features (--limit images, 4 if not given).",
+        "policies": "Table 6 for an AdaPerceiver: fixed settings, early exit, a learned choice of tokens (the "
+        "paper's) or of tokens and depth, and the oracle.",
+    }
+    backbones = ("adaperceiver",)
+
+    def describe(self, model: AdaPerceiver) -> dict[str, Any]:
+        """It is described by its settings alone."""
+        backbone = {"family": self.backbones[0], "model": AdaPerceiver.__name__, "options": model.config}
+        return {"backbone": backbone, "method": {"name": None, "options": {}}}
+
+    def load(self, folder: Path, config: dict[str, Any], inner: nn.Module | None) -> AdaPerceiver:
+        if inner is not None:
+            raise DwindleError(f"{folder} holds an AdaPerceiver, which is whole by itself; load it without vit=...")
+        options, weights = config["backbone"]["options"] or {}, read_both(folder, config)
+        if "readouts" not in options:  # saved when there was one, which had no name
+            nameless = ("write.", "output", "head.")
+            weights = {f"readouts.0.{n}" if n.startswith(nameless) else n: w for n, w in weights.items()}
+        check_fit(planned(lambda: AdaPerceiver(**options), folder), weights, folder)
+        return filled(AdaPerceiver(**options), {"": weights}, folder)
+
+    def card(self, config: dict[str, Any], name: str) -> str:
+        return vision_card(config, name, "AdaPerceiver: tokens, depth and width are chosen at run time.")
+
+    def prepare(self, model: AdaPerceiver) -> PreparedPerceiver:
+        return PreparedPerceiver(model)
+
+    def untrained(self) -> list[str]:
+        return [PRESET + name for name in PRESETS]

@@ -1,0 +1,312 @@
+"""The commands of vision transformers: parse, call, print a table and one line of JSON."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ...core import processes as ranks
+from ...core.method import require
+from ...core.model import LAYOUTS, AdaptiveViT
+from ...errors import unknown
+from ...evaluate.analysis import operating_points
+from ...evaluate.bench import INT8, model_to_bench, race, some_photos
+from ...evaluate.bench import bench as time_model
+from ...evaluate.evaluate import evaluate as measure
+from ...evaluate.evaluate import meet, turn
+from ...evaluate.predict import predict as predict_all
+from ...io.batches import loader
+from ...io.checkpoint import find, load_as, save
+from ...io.sets import evaluation_images
+from ...runtime.dtypes import DTYPES, check_runs, converted
+from ...runtime.export import check_images
+from ...runtime.export import export as write_graph
+from ...runtime.int8 import likeness, weight_bytes
+from ...runtime.int8 import quantize as int8_of
+from ...show.demo import look
+from ...show.report import report as write_report
+from ...show.running import evaluated
+from ...show.terminal import (
+    Batch,
+    Checkpoint,
+    Data,
+    Device,
+    Dtype,
+    Holdout,
+    Limit,
+    OptionalData,
+    Seconds,
+    SkipCorrupt,
+    Threshold,
+    Workers,
+    check_loading,
+    console,
+    device_for,
+    finish,
+    numbers,
+    plain,
+    progress_bar,
+    show_table,
+    tell_images,
+)
+
+Budget = Annotated[
+    float | None, typer.Option(help="Turn the model to this share of the static cost first (on the shipped photos).")
+]
+
+
+def evaluate(
+    checkpoint: Checkpoint,
+    data: Data,
+    layout: Annotated[str, typer.Option(help="packed (halted tokens are not computed) or masked.")] = "packed",
+    threshold: Threshold = None,
+    batch: Batch = 64,
+    limit: Limit = None,
+    workers: Workers = 2,
+    holdout: Holdout = None,
+    skip_corrupt: SkipCorrupt = False,
+    device: Device = None,
+    dtype: Dtype = "fp32",
+) -> None:
+    """Accuracy, cost and speed."""
+    if layout not in LAYOUTS:
+        raise unknown("layout", layout, LAYOUTS)
+    check_loading(batch, limit, holdout)
+    model = converted(load_as(AdaptiveViT, checkpoint), dtype, device_for(device))
+    if threshold is not None:
+        _turn_threshold(model, threshold)
+    images = evaluation_images(model, data, limit, holdout=holdout)
+    images.skip = skip_corrupt
+    result = evaluated(model, images, batch, workers, device, layout=layout)
+    if result is not None:
+        show_table(f"{checkpoint} on {data} ({layout})", list(result), [list(result.values())])
+        tell_images(images)
+        finish(result | images.about())
+
+
+def _turn_threshold(model: Any, threshold: float) -> None:
+    given, method = f"--threshold {threshold}", type(model.method).__name__
+    require(threshold > 0, given, "a token halts when its scores reach it, so it must be above 0")
+    ranges = {name: sorted(ends) for name, *ends in operating_points(model)}
+    require("threshold" in ranges, given, f"{method} has no threshold to turn, so leave it out")
+    low, high = ranges["threshold"]
+    sums = high == model.backbone.shape.blocks  # of scores: above the number of blocks nothing halts, as may be asked
+    require(sums or threshold <= high, given, f"{method}'s lies between {low:g} and {high:g}")
+    turn(model, threshold, "threshold")
+
+
+def bench(
+    model: Annotated[str, typer.Argument(help="A timm model name (random weights, AHT), or a checkpoint.")],
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
+    fraction: Annotated[
+        str, typer.Option(help="Shares of token-blocks computed, by forced random exit depths.")
+    ] = "1.0,0.67,0.52",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16; int8 on a CPU.")] = "fp32",
+    seconds: Seconds = 4.0,
+    static: Annotated[
+        str | None, typer.Option(help="Static variants: eager; on a GPU also graph, compile. All by default.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Real images, on which a checkpoint decides by itself; no --fraction then."),
+    ] = None,
+    device: Device = None,
+) -> None:
+    """Static against adaptive."""
+    place = device_for(device)
+    check_runs(dtype, place, [*DTYPES, INT8])
+    require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
+    batches, fractions = numbers("--batch", batch, int), numbers("--fraction", fraction, float)
+    adapted = model_to_bench(model)
+    known = ("eager", "graph", "compile") if place.startswith("cuda") else ("eager",)
+    variants = known if static is None else tuple(static.split(","))
+    for variant in variants:
+        if variant not in known:
+            raise unknown(f"static variant on {place}", variant, known)
+    photos = None if data is None else some_photos(adapted, data, max(batches))
+    with progress_bar() as bar:
+        task = bar.add_task("timing", total=len(batches) * (len(fractions) if photos is None else 1))
+        result = time_model(
+            adapted,
+            batches,
+            fractions,
+            place,
+            dtype,
+            seconds,
+            progress=lambda row: bar.advance(task),
+            static=variants,
+            photos=photos,
+        )
+    columns = ["batch", "fraction", "static_ms", "adaptive_ms", "speedup", "spread"]
+    lines = [[_best_static(row) if c == "static_ms" else row[c] for c in columns] for row in result["rows"]]
+    show_table(f"{model} on {result['device']}, {result['dtype']}", columns, lines)
+    finish(result)
+
+
+def _best_static(row: dict[str, Any]) -> Any:
+    spent = row["static_ms"]
+    return f"{spent[row['best']]} ({row['best']})" if isinstance(spent, dict) else spent
+
+
+def view(
+    checkpoint: Checkpoint,
+    images: Annotated[list[Path], typer.Argument(help="Image files.")],
+    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("dwindle-view"),
+    threshold: Threshold = None,
+    device: Device = None,
+) -> None:
+    """What became of each patch."""
+    model = load_as(AdaptiveViT, checkpoint)
+    if threshold is not None:
+        _turn_threshold(model, threshold)
+    result = look(model, images, out, device_for(device))
+    columns = ["image", "label", "confidence", "depth", "gmacs"]
+    show_table(checkpoint, columns, [[row[c] for c in columns] for row in result["images"]])
+    finish(result)
+
+
+def report(
+    run: Annotated[str, typer.Argument(help="A run folder, a checkpoint, a shipped name, or a Hub id.")],
+    out: Annotated[Path, typer.Option(help="Folder for index.html and its figures.")] = Path("dwindle-report"),
+    data: Annotated[
+        str | None, typer.Option(help="Images to look at; by itself what the run was evaluated on.")
+    ] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help="Other runs to lay beside it, such as the static one. Repeatable.")
+    ] = None,
+    limit: Limit = None,
+    batch: Batch = 64,
+    device: Device = None,
+) -> None:
+    """The page, and the numbers on it."""
+    with progress_bar() as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        result = write_report(
+            run,
+            out,
+            data=data,
+            compare_with=against,
+            limit=limit,
+            device=device_for(device),
+            batch=batch,
+            progress=progress,
+        )
+    numbers = f"top-1 {result['top1']}, {result['gmacs']} of {result['gmacs_static']} GMACs"
+    console.print(f"{plain(result['page'])}: {numbers}")
+    finish(result)
+
+
+def export(
+    checkpoint: Checkpoint,
+    to: Annotated[str, typer.Option(help="onnx, torch-export or aoti (compiled by AOTInductor for this CPU).")],
+    out: Annotated[Path, typer.Option(help="The file to write: .onnx or .pt2.")],
+    budget: Budget = None,
+    seconds: Annotated[float, typer.Option(help="Time against the static model exported alike; 0: not.")] = 0.0,
+) -> None:
+    """The graph, and how far it answers as the model does."""
+    require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
+    model = load_as(AdaptiveViT, checkpoint)
+    if budget is not None:
+        meet(model, check_images(model), budget)
+    result = write_graph(model, to, out, seconds=seconds)
+    if rows := result.get("speed"):
+        columns = ["batch", "cost", "static_ms", "adaptive_ms", "speedup", "threads"]
+        show_table(f"{checkpoint} as {to} on this CPU", columns, [[row[c] for c in columns] for row in rows])
+    console.print(
+        f"{plain(str(out))}: {result['bytes'] / 1e6:.1f} MB, logits within {result['difference']:.1g}, "
+        f"{result['decisions']:.2%} of decisions equal"
+    )
+    finish(result)
+
+
+def quantize(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Option(help="Folder of the int8 checkpoint.")],
+    data: OptionalData = None,
+    budget: Budget = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first N images of --data.")] = None,
+    batch: Batch = 64,
+    seconds: Annotated[float, typer.Option(help="Time against float and against static; 0: not.")] = 0.0,
+) -> None:
+    """The checkpoint, and how far it answers as the model does."""
+    require(batch >= 1, f"--batch {batch}", "it must be at least 1")
+    require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
+    require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
+    require(not out.is_file(), f"--out {out}", "a checkpoint is a folder and this is a file")
+    model = load_as(AdaptiveViT, checkpoint)
+    photos = check_images(model)
+    if budget is not None:
+        meet(model, photos, budget)
+    small = int8_of(model)
+    result: dict[str, Any] = {"out": str(out), **likeness(model, small, photos)}
+    if data is not None:
+        with progress_bar() as bar:
+            task = bar.add_task("evaluating", total=None)
+            images = evaluation_images(model, data, limit)
+            for name, which in (("float", model), ("int8", small)):
+                batches = loader(images, batch)
+                result[name] = measure(which, batches, progress=lambda n: bar.advance(task, n))
+        columns = ["top1", "top5", "gmacs", "images_per_s"]
+        lines = [[name, *[result[name][c] for c in columns]] for name in ("float", "int8")]
+        show_table(f"{checkpoint} on {data}", ["name", *columns], lines)
+        console.print(plain(images.told()), soft_wrap=True)
+        result |= images.about()
+    save(small, out)
+    result |= {"bytes": weight_bytes(out), "bytes_float": weight_bytes(find(checkpoint))}
+    if seconds:
+        rows = result["speed"] = race(model, small, photos, seconds)
+        show_table(f"{checkpoint} in int8 on this CPU", list(rows[0]), [list(row.values()) for row in rows])
+    console.print(
+        f"{plain(str(out))}: {result['bytes'] / 1e6:.1f} MB (was {result['bytes_float'] / 1e6:.1f}); on the shipped "
+        f"photographs {result['same_answers']:.0%} of answers and {result['same_depths']:.1%} of depths are as before"
+    )
+    finish(result)
+
+
+def predict(
+    checkpoint: Checkpoint,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="The parquet file to write.")],
+    batch: Batch = 64,
+    workers: Annotated[int | None, typer.Option(help="Processes that load images; by itself one per core.")] = None,
+    limit: Limit = None,
+    device: Device = None,
+    dtype: Dtype = "fp32",
+) -> None:
+    """Under torchrun each process takes its share."""
+    world, rank, local = ranks.started(), int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    place = device_for(device)
+    if place == "cuda" and world > 1:
+        place = f"cuda:{local}"
+    loading = workers if workers is not None else max((os.cpu_count() or 1) // world, 1)
+    with progress_bar(rank == 0) as bar:
+        task = bar.add_task("predicting", total=None)
+        result = predict_all(
+            str(checkpoint),
+            data,
+            out,
+            batch=batch,
+            workers=loading,
+            device=place,
+            dtype=dtype,
+            rank=rank,
+            world=world,
+            limit=limit,
+            progress=lambda part, rows: bar.advance(task, rows),
+        )
+    if rank == 0:
+        failed = f"; {result['failed']} could not be read, see {result['errors']}" if result["failed"] else ""
+        right = f"; top-1 {result['top1']} of {result['labelled']} labelled" if "top1" in result else ""
+        console.print(plain(f"{result['rows']} predictions in {out}{right}{failed}"), soft_wrap=True)
+        if why := result.get("why"):
+            console.print(plain(f"Their labels are left out: {why}"), soft_wrap=True)
+        finish(result)

@@ -1,0 +1,68 @@
+"""A vision transformer and its method, from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...core.backbone import Backbone, backbone_of
+from ...core.model import AdaptiveViT, adapt
+from ...errors import DwindleError, unknown
+from ...io.checkpoint import by_config, check_fit, check_method, filled, planned, read_both
+from ...io.config import CONFIG
+from ...methods import Method
+from ...methods.static import Static
+from ...ops.int8 import to_int8
+
+WEIGHT_KINDS = ("float", "int8")
+
+
+def adapted(folder: Path, config: dict[str, Any], vit: nn.Module | None) -> AdaptiveViT:
+    """A vision transformer with its method."""
+    backbone, method, kind = config["backbone"], config["method"], config.get("weights", "float")
+    if method["name"] not in Method.registry:
+        raise unknown("method", method["name"], Method.registry, hint=f"{folder / CONFIG} was saved with it")
+    if kind not in WEIGHT_KINDS:
+        raise unknown("kind of weights", kind, WEIGHT_KINDS, hint=f"{folder / CONFIG} names it")
+    weights = read_both(folder, config)
+    parts = {"method": {n.removeprefix("method."): w for n, w in weights.items() if n.startswith("method.")}}
+    if config["saved"] == "all":
+        parts["vit"] = {n: w for n, w in weights.items() if not n.startswith("method.")}
+    own = partial(Method.registry[method["name"]].from_config, method["options"])
+
+    def make(vit: nn.Module, method: Method) -> AdaptiveViT:
+        model = adapt(vit, method)
+        return to_int8(model) if kind == "int8" else model
+
+    if vit is None:
+        rebuild = _rebuilder(folder, config)
+        twin = planned(lambda: make(rebuild(backbone), Static()), folder)
+        check_fit(twin.vit, parts["vit"], folder)
+        shape = twin.backbone.shape
+    else:
+        family, shape = backbone_of(vit).family, backbone_of(vit).shape
+        if family != backbone["family"]:
+            raise DwindleError(
+                f"{folder} belongs to a {backbone['family']} model, but vit is a {family} model; pass one it fits."
+            )
+    check_method(own, shape, parts["method"], folder)
+    with by_config(folder):
+        model = make(rebuild(backbone) if vit is None else vit, own())
+    model.method.trained = model.method.held = method.get("trained", True)
+    return filled(model, parts, folder)
+
+
+def _rebuilder(folder: Path, config: dict[str, Any]) -> Callable[[dict[str, Any]], nn.Module]:
+    backbone = config["backbone"]
+    if config["saved"] == "method" or backbone["options"] is None:
+        raise DwindleError(
+            f"{folder} does not hold its {backbone['family']} backbone; pass the model it belongs to as vit=..."
+        )
+    families = {family.family: family for family in Backbone.families}
+    if backbone["family"] not in families:
+        raise unknown("backbone family", backbone["family"], families)
+    return families[backbone["family"]].rebuild
