@@ -77,8 +77,10 @@ class Answered(TyperCommand):
             return family
         family = family_at(source)
         if family not in self.own:
-            kinds, use = listed([f.many for f in self.own], "and"), listed([f"dwindle {c}" for c in family.commands])
-            raise DwindleError(f"{source} is {family.one}, and dwindle {self.name} takes {kinds}; use {use} with it.")
+            kinds, own = listed([other.many for other in self.own], "and"), listed(family.commands)
+            raise DwindleError(
+                f"{source} is {family.one}, and dwindle {self.name} takes {kinds}; with it use dwindle {own}."
+            )
         return family
 
 

@@ -117,8 +117,8 @@ def load_as(kind: type[Model], source: str | os.PathLike, *, inner: nn.Module | 
     found = family_at(source)
     wanted = next(family for family in families() if issubclass(family.model, kind))
     if found is not wanted:
-        own = listed([f"dwindle {name}" for name in found.commands])
-        raise DwindleError(f"{source} is {found.one}, and this takes {wanted.many}; use {own} with it.")
+        own = listed(found.commands)
+        raise DwindleError(f"{source} is {found.one}, and this takes {wanted.many}; with it use dwindle {own}.")
     return load(source, vit=inner)
 
 

@@ -166,7 +166,7 @@ def test_compare(places, tmp_path, monkeypatch):
         ("train tsa_tiny_test --data {empty} --out {root}/x", "holds no text"),
         ("train tsa_tiny_test --limit 3 --out {root}/x", "is for images"),
         ("train tsa_tiny_test --set method.tau=2 --out {root}/x", "tau = 2"),
-        ("report {run} --data {root}", "dwindle view"),
+        ("report {run} --data {root}", "view or generate"),
         ("train aht_cifar100 --out {root}/x", "needs --data"),
         ("compare cifar100_deit_tiny --data {root}", "needs --out"),
     ],
