@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
 import dwindle
+from dwindle.cli import app
 from dwindle.core.backbone import Backbone
 from dwindle.methods import Method
 from dwindle.train.recipe import changed, find_comparison, find_recipe
@@ -158,12 +160,12 @@ def every_command() -> list[tuple[str, str]]:
 
 
 @cache
-def command_line() -> Any:
-    import typer
-
-    from dwindle.cli.main import app
-
-    return typer.main.get_command(app)
+def command_line(name: str) -> Any:
+    """The command of that name, with its options."""
+    group = typer.main.get_command(app)
+    context = group.make_context("dwindle", [name])  # type: ignore[attr-defined]
+    assert name in group.list_commands(context), group.list_commands(context)  # type: ignore[attr-defined]
+    return group.resolve_command(context, [name])[1]  # type: ignore[attr-defined]
 
 
 @cache
@@ -200,12 +202,10 @@ def check_command(command: str) -> None:
 def check_arguments(words: list[str]) -> None:
     """As the command line itself parses them; `[--set k=v]` in brackets is optional, and checked too."""
     words = [word.strip("[]").rstrip(".") for word in words]
-    known = command_line().commands
-    assert words[0] in known, sorted(known)
+    command = command_line(words[0])
     if len(words) == 1:
         return
-    context = known[words[0]].make_context(words[0], words[1:], resilient_parsing=False)
-    given = context.params
+    given = command.make_context(words[0], words[1:]).params
     settings = [setting for setting in given.get("set") or [] if re.match(r"[a-z_.]+=", setting) and setting != "k=v"]
     named = given.get("recipe") or given.get("comparison")
     if named and named.islower():
