@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import timm
 import torch
+from torch import nn
 
 import dwindle
+from dwindle.errors import DwindleError
 from shared.tiny import BACKBONES, METHODS, build, images_for
 
 
@@ -106,6 +108,33 @@ def test_unfused_attention_is_switched_and_restored():
     torch.testing.assert_close(wrapped(images_for(model, 2)).logits, expected, atol=1e-5, rtol=1e-5)
     wrapped.unwrap()
     assert not vit.blocks[0].attn.fused_attn
+
+
+def test_what_fused_attention_would_not_compute_is_refused():
+    vit = BACKBONES["vit"]()
+    vit.blocks[1].attn.fused_attn, vit.blocks[1].attn.scale = False, 2.0
+    with pytest.raises(DwindleError, match="scale is 2"):
+        dwindle.adapt(vit, dwindle.Static())
+    vit = BACKBONES["vit"]()
+    vit.blocks[1].attn.fused_attn, vit.blocks[1].attn.attn_drop = False, nn.Tanh()
+    with pytest.raises(DwindleError, match="attn_drop"):
+        dwindle.adapt(vit, dwindle.Static())
+
+
+def test_a_forward_that_would_not_run_is_refused_and_a_later_one_stays():
+    for name in ("", "blocks.1.attn"):
+        vit = BACKBONES["vit"]()
+        module = vit.get_submodule(name)
+        module.forward = lambda x, *rest, forward=module.forward, **options: 2 * forward(x, *rest, **options)
+        with pytest.raises(DwindleError, match="has a forward of its own"):
+            dwindle.adapt(vit, dwindle.Static())
+    model = dwindle.adapt(BACKBONES["vit"](), dwindle.Static()).eval()
+    attention = model.vit.blocks[1].attn
+    attention.forward = lambda x, *rest, forward=attention.forward, **options: 2 * forward(x, *rest, **options)
+    images = images_for(model, 2)
+    with torch.no_grad():
+        expected = model(images).logits
+        assert torch.allclose(model.unwrap()(images), expected, atol=1e-5)
 
 
 def test_a_copy_is_independent():
@@ -277,7 +306,7 @@ def test_an_answer_is_told_in_few_lines():
 def test_what_is_no_image_tensor():
     model = build("vit", METHODS["AHT"]())
     for given, told in ((np.zeros((1, 3, 32, 32), np.float32), r"numpy\.ndarray of shape \(1, 3"), (None, "missing")):
-        for called in (model, model.prepare()):
+        for called in (model, model.prepare(), lambda images: dwindle.calibrate(model, images, 0.5)):
             with pytest.raises(dwindle.DwindleError, match=told):
                 called(given)
 

@@ -76,6 +76,44 @@ def test_what_is_added_to_a_block_runs_in_the_copy(model):
     same(model.prepare()(images), model(images))
 
 
+def _half_normed(block):
+    block.attn.q_norm = nn.LayerNorm(block.attn.head_dim)
+
+
+def _normed_by_two_rules(block):
+    block.attn.q_norm, block.attn.k_norm = nn.LayerNorm(block.attn.head_dim), nn.LayerNorm(block.attn.head_dim, eps=0.5)
+
+
+def _scaled(block):
+    block.attention.scaling = 2.0
+
+
+def _dropout_replaced(block):
+    block.attention_dropout = block.drop_path = block.dropout = nn.Tanh()
+    block.mlp.dropout = nn.Tanh()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "backbone,change",
+    [
+        ("vit", _half_normed),
+        ("vit", _normed_by_two_rules),
+        ("hf_vit", _scaled),
+        ("hf_vit", _dropout_replaced),
+        ("hf_dinov2", _dropout_replaced),
+    ],
+)
+def test_a_block_with_a_part_of_another_kind_runs_as_it_is(backbone, change):
+    model = build(backbone, METHODS["AHT"]()).eval()
+    images = images_for(model, 3)
+    plain = model(images).logits
+    for block in model.backbone.blocks:
+        change(block)
+    assert not torch.allclose(model(images).logits, plain)
+    same(model.prepare()(images), model(images))
+
+
 def _doubled(out):
     return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
 

@@ -191,7 +191,10 @@ class HuggingFaceViT(Backbone):
             linears[-2:] = [getattr(half, "dense", None) for half in (block.intermediate, block.output)]
             function = getattr(block.intermediate, "intermediate_act_fn", None)
         act = activation_name(function)
+        core = getattr(attention, "attention", attention)
         known = all(type(layer) in LINEAR for layer in linears) and act is not None and as_written(block)
+        leaves = {module for module in block.modules() if not list(module.children())}
+        known = known and all(_is_idle(leaf) for leaf in leaves - {before, after, function, *linears})
         if not known or type(before) is not nn.LayerNorm or type(after) is not nn.LayerNorm:
             return None
         q, k, v, proj, fc1, fc2 = linears
@@ -201,7 +204,7 @@ class HuggingFaceViT(Backbone):
             norm1=before,
             qkv=(q, k, v),
             heads=self.shape.heads,
-            scale=self.shape.head_size**-0.5,
+            scale=getattr(core, "scaling", self.shape.head_size**-0.5),
             q_norm=None,
             k_norm=None,
             proj=proj,
@@ -219,6 +222,11 @@ class HuggingFaceViT(Backbone):
     @staticmethod
     def rebuild(described: dict[str, Any]) -> nn.Module:
         return rebuilt(described, _TOWERS, Plain)
+
+
+def _is_idle(module: nn.Module) -> bool:
+    """What a runtime leaves out of a block in eval, or finds by its name."""
+    return type(module) in (nn.Dropout, nn.Identity) or type(module).__name__.endswith(("DropPath", "LayerScale"))
 
 
 def plain_options(config: Any, plain: Any) -> dict[str, Any] | None:

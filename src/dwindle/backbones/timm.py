@@ -70,6 +70,7 @@ class TimmViT(Backbone):
                     f"{type(vit).__name__} cannot be adapted: its {type(block).__name__} has no separate attention and "
                     "MLP; models built from timm's plain Block can be."
                 )
+            _check_unfused(block.attn)
 
     @classmethod
     def claims(cls, vit: nn.Module) -> bool:
@@ -156,7 +157,7 @@ class TimmViT(Backbone):
         plain = (
             as_written(block)
             and all(part is None or type(part) is nn.Identity for part in idle)
-            and all(_is_norm(norm) or type(norm) is nn.Identity for norm in (attention.q_norm, attention.k_norm))
+            and _alike(attention.q_norm, attention.k_norm)
             and all(_is_norm(norm) for norm in (block.norm1, block.norm2))
             and all(type(scale) in (nn.Identity, LayerScale) for scale in (block.ls1, block.ls2))
             and all(type(drop) in (nn.Identity, nn.Dropout) for drop in (attention.proj_drop, mlp.drop1, mlp.drop2))
@@ -254,6 +255,32 @@ class TimmViT(Backbone):
 def _is_norm(norm: nn.Module) -> bool:
     """A LayerNorm and nothing more; timm's own may round where autocast tells it to."""
     return type(norm) is nn.LayerNorm or (type(norm) is LayerNorm and not norm._fast_norm)
+
+
+def _alike(q_norm: nn.Module, k_norm: nn.Module) -> bool:
+    """Whether runtimes know what becomes of queries and keys: nothing, or norms that differ in weights alone."""
+    if type(q_norm) is type(k_norm) is nn.Identity:
+        return True
+    norms: tuple[Any, Any] = (q_norm, k_norm)
+    whole = all(_is_norm(norm) and norm.weight is not None and norm.bias is not None for norm in norms)
+    return whole and norms[0].eps == norms[1].eps
+
+
+def _check_unfused(attention: Any) -> None:
+    """Refuse what unfused attention computes and fused attention, which runs in its place, does not."""
+    if attention.fused_attn:
+        return
+    drop: Any = getattr(attention, "attn_drop", None)
+    if attention.scale != attention.head_dim**-0.5:
+        what = f"its scale is {attention.scale:.4g}, where fused attention has {attention.head_dim**-0.5:.4g}"
+    elif type(drop) not in (nn.Dropout, nn.Identity) or drop._forward_hooks or drop._forward_pre_hooks:
+        what = "something was put in the place of its attn_drop, or hooked to it, which fused attention does not run"
+    else:
+        return
+    raise DwindleError(
+        f"{type(attention).__name__} cannot be adapted: its attention is unfused and {what}; write it so that it calls "
+        "scaled_dot_product_attention."
+    )
 
 
 def _pool_macs(pool: Any) -> tuple[int, int]:

@@ -217,8 +217,15 @@ class Backbone:
     # What all families share.
     def install(self) -> None:
         """Make the wrapped model's blocks listen for tokens. Without a run in progress they behave as before."""
-        if any("forward" in self.attention(block).__dict__ for block in self.blocks):
+        attentions = [self.attention(block) for block in self.blocks]
+        if any("forward" in vars(attention) and not replaced(attention) for attention in attentions):
             raise DwindleError("This model is part of an adaptive one already; unwrap() that first.")
+        for module in (self.vit, *attentions):
+            if replaced(module):
+                raise DwindleError(
+                    f"{type(module).__name__} has a forward of its own, which an adapted model would not run; write it "
+                    "as a class, or put it on a block or a layer."
+                )
         for block in self.blocks:
             attention = self.attention(block)
             # A partial and no bound method: it can be pickled, and so can the model.
@@ -231,7 +238,8 @@ class Backbone:
     def remove(self) -> None:
         """Undo `install`."""
         for block in self.blocks:
-            self.attention(block).__dict__.pop("forward", None)
+            if not replaced(attention := self.attention(block)):  # else what somebody put over ours stays
+                vars(attention).pop("forward", None)
             for module in block.modules():
                 for key in [k for k, hook in module._forward_hooks.items() if hook in OURS]:
                     del module._forward_hooks[key]

@@ -107,7 +107,7 @@ def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch:
 
     Cost rises along the operating point (a token needs more to stop), so bisection finds it.
     """
-    method = model.method
+    method, images = model.method, model.check_images(images)
     if method.operating_point is None:
         raise DwindleError(
             f"{type(method).__name__} has nothing to turn after training; for a budget take a method that has."
