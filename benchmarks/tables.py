@@ -475,14 +475,14 @@ def grid(path: str, about: dict[str, Any]) -> str:
     found = {(row["width"], row["tokens"], row["depth"]): row for row in read(path)["rows"]}
     widths = sorted({key[0] for key in found}, reverse=True)
     tokens, depths = sorted({key[1] for key in found}), sorted({key[2] for key in found})
-    columns = ["depth"] + [f"{n} tokens, width {w}" for w in widths for n in tokens]
+    columns = ["depth"] + [f"{n} × {w}" for w in widths for n in tokens]
     rows: list[list[Any]] = [
         [depth] + [f"{found[w, n, depth]['top1']:.2f}" for w in widths for n in tokens] for depth in depths
     ]
     rows.append(
         [f"GMACs at {depths[-1]}", *(f"{found[w, n, depths[-1]]['gmacs']:.3f}" for w in widths for n in tokens)]
     )
-    return markdown(columns, rows) + told(about)
+    return markdown(columns, rows) + told(about | {"note": "columns: tokens × width"})
 
 
 @table
