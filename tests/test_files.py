@@ -18,8 +18,8 @@ import torch
 import dwindle
 from dwindle.errors import DwindleError
 from dwindle.files import draft, lock, scratch, unlock, write_text
-from dwindle.models.lm.train import LMRun
 from dwindle.recipes.language import tsa_tiny_test
+from dwindle.train.loop import Run
 from dwindle.train.state import BEGUN, STATE, Claim, write_metrics, write_state
 from shared.tiny import METHODS, build
 
@@ -153,9 +153,9 @@ RUN = """
 import sys, time
 from pathlib import Path
 from dwindle.recipes.language import tsa_tiny_test
-from dwindle.models.lm.train import LMRun
-run = LMRun(tsa_tiny_test(), Path(sys.argv[1]), device="cpu")
-for row in run.rounds(lambda step, terms: (print("at work", flush=True), time.sleep(60)) if step == 2 else None):
+from dwindle.train.loop import Run
+run = Run(tsa_tiny_test(), None, Path(sys.argv[1]), device="cpu")
+for row in run.epochs(lambda step, steps, terms: (print("at work", flush=True), time.sleep(60)) if step == 2 else None):
     pass
 """
 
@@ -167,18 +167,18 @@ def test_two_runs_in_one_folder(tmp_path):
     assert first.stdout.readline() == "at work\n"
     for resume in (False, True):
         with pytest.raises(DwindleError, match="Another run is at work in"):
-            LMRun(tsa_tiny_test(), out, device="cpu", resume=resume)
+            Run(tsa_tiny_test(), None, out, device="cpu", resume=resume)
     first.kill()
     first.wait()
     assert names(out) == [BEGUN]
-    run, other = (LMRun(tsa_tiny_test(), out, device="cpu") for _ in range(2))
-    rounds = run.rounds()
+    run, other = (Run(tsa_tiny_test(), None, out, device="cpu") for _ in range(2))
+    rounds = run.epochs()
     next(rounds)
     with pytest.raises(DwindleError, match="Another run is at work in"):
-        next(other.rounds())
+        next(other.epochs())
     list(rounds)
     with pytest.raises(DwindleError, match="Another run wrote to"):
-        next(other.rounds())
+        next(other.epochs())
     assert BEGUN not in names(out) and STATE in names(out)
     assert not [name for name in names(out) if ".tmp" in name]
 

@@ -46,7 +46,7 @@ def tiny_model():
     def tiny(recipe: Recipe, classes: int) -> VisionTransformer:
         return VisionTransformer(32, 8, embed_dim=16, depth=5, num_heads=2, num_classes=classes)
 
-    with mock.patch("dwindle.train.loop.build_vit", tiny):
+    with mock.patch("dwindle.train.vit.build_vit", tiny):
         yield
 
 
@@ -259,7 +259,7 @@ def test_methods_that_begin_from_the_static_model(whole, data, tmp_path):
     changes = {"lr": 1e-5, "epochs": 1}
     comparison = dataclasses.replace(COMPARISON, entries=entries, costs=(0.8,), adapted=True, changes=changes)
     build = mock.Mock(side_effect=lambda recipe, classes: dwindle.load(static).unwrap().train())
-    with mock.patch("dwindle.train.loop.build_vit", build):
+    with mock.patch("dwindle.train.vit.build_vit", build):
         results = list(comparing(data, tmp_path, comparison).results())
     seen = [(call.args[0].weights, call.args[0].lr, call.args[0].epochs) for call in build.call_args_list]
     folder = str(tmp_path / "runs" / "static-1.00-s0")

@@ -231,14 +231,14 @@ def test_training_from_a_checkpoint_keeps_what_its_head_means(tmp_path):
     data = folders(tmp_path / "d", ["Ant", "Bee", "Cat"], split="train")
     folders(tmp_path / "d", ["Bee", "Cat"], split="val")
     run = trained(Run(recipe(weights=source), data, tmp_path / "same", device="cpu"))
-    assert run.head_fits and run.train_images.classes == ["Cat", "Ant", "Bee"]
-    assert run.train_images.labels.tolist() == [1] * 3 + [2] * 3 + [0] * 3
-    assert run.eval_images.labels.tolist() == [2] * 3 + [0] * 3
+    assert run.task.head_fits and run.task.train_images.classes == ["Cat", "Ant", "Bee"]
+    assert run.task.train_images.labels.tolist() == [1] * 3 + [2] * 3 + [0] * 3
+    assert run.task.eval_images.labels.tolist() == [2] * 3 + [0] * 3
     assert torch.equal(run.model.vit.head.weight, model.vit.head.weight)  # lr = 0: nothing else moved it
     assert known_classes(dwindle.load(tmp_path / "same")) == ["Cat", "Ant", "Bee"]
     other = folders(tmp_path / "e", ["ant", "bee", "dog"], split="train")
     run = Run(recipe(weights=source), other, tmp_path / "other", device="cpu")
-    assert not run.head_fits and not torch.equal(run.model.vit.head.weight, model.vit.head.weight)
+    assert not run.task.head_fits and not torch.equal(run.model.vit.head.weight, model.vit.head.weight)
     with pytest.raises(DwindleError, match=r"teacher = static: the head of .*from has other classes than the data"):
         Run(recipe(weights=source, teacher="static"), other, tmp_path / "third", device="cpu")
 
@@ -251,24 +251,26 @@ def test_an_adaperceiver_from_a_checkpoint_keeps_them_too(tmp_path, teacher):
     folders(tmp_path / "d", ["bee"], split="val")
     settings = {"epochs": 1, "lr": 0.0, "augment": None, "erase": 0.0, "stages": (0, 0, 1)}
     first = dataclasses.replace(ada_tiny_test(), **settings)
-    made = trained(first.runner()(first, data, tmp_path / "first", device="cpu"))
+    made = trained(Run(first, data, tmp_path / "first", device="cpu"))
     # As if it had learnt them in this order.
     edit(tmp_path / "first", lambda told: told["extra"].update(classes=["cat", "ant", "bee"]))
     name = {"teacher" if teacher else "weights": str(tmp_path / "first")}
     recipe_ = dataclasses.replace(first, **name)
-    run = recipe_.runner()(recipe_, data, tmp_path / "second", device="cpu")
+    run = Run(recipe_, data, tmp_path / "second", device="cpu")
     if teacher:
-        assert run.teacher.rows.tolist() == [1, 2, 0]
+        assert run.learner.teacher.classes.tolist() == [1, 2, 0]
         x = torch.randn(2, 3, run.model.image, run.model.image)
-        torch.testing.assert_close(run.teacher(x, 0), made.model.eval()(x).logits[:, [1, 2, 0]])
+        torch.testing.assert_close(run.learner.teacher(x, 0)["logits"], made.model.eval()(x).logits[:, [1, 2, 0]])
     else:
-        assert run.train_images.classes == ["cat", "ant", "bee"] and set(run.eval_images.labels.tolist()) == {2}
+        assert run.task.train_images.classes == ["cat", "ant", "bee"] and set(run.task.eval_images.labels.tolist()) == {
+            2
+        }
         own, theirs = (r.model.readouts[0].head.weight for r in (run, made))
         assert torch.equal(own, theirs)
         other = folders(tmp_path / "e", ["ant", "bee", "dog"], each=8)
         recipe_ = dataclasses.replace(recipe_, seed=1)  # else what begins anew begins as the first did
-        run = recipe_.runner()(recipe_, other, tmp_path / "third", device="cpu")
-        assert not run.head_fits and not torch.equal(run.model.readouts[0].head.weight, theirs)
+        run = Run(recipe_, other, tmp_path / "third", device="cpu")
+        assert not run.task.head_fits and not torch.equal(run.model.readouts[0].head.weight, theirs)
 
 
 @pytest.mark.usefixtures("tiny_vit")
@@ -280,7 +282,7 @@ def test_a_teacher_speaks_of_the_datas_classes(tmp_path):
     run = Run(recipe(teacher=str(tmp_path / "teacher")), data, tmp_path / "run", device="cpu")
     x = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
-        said, whole = run.learn.teacher(x, 0)["logits"], teacher(x).logits
+        said, whole = run.learner.teacher(x, 0)["logits"], teacher(x).logits
     torch.testing.assert_close(said, whole[:, [1, 3, 0]])
     for classes, message in (
         (["cat", "ant", "wasp", "fly"], r"does not know the data: 2 of the data's 3 .*no 'bee'"),
@@ -296,7 +298,7 @@ def test_evaluation_data_in_another_order(tmp_path):
     data = folders(tmp_path / "d", ["ant", "bee", "cat"], split="train")
     elsewhere = folders(tmp_path / "e", ["Bee", "Cat", "zebra"])
     run = trained(Run(recipe(), data, tmp_path / "run", eval_data=elsewhere, device="cpu"))
-    assert run.eval_images.labels.tolist() == [1] * 3 + [2] * 3 and run.eval_images.match.left_out == 3
+    assert run.task.eval_images.labels.tolist() == [1] * 3 + [2] * 3 and run.task.eval_images.match.left_out == 3
     results = dwindle.load(tmp_path / "run").extra["results"]
     assert results["images"] == 6 and results["on"] == f"all of {elsewhere}: 6 images"
     assert results["classes"] == 2 and results["matched"] == "by name"
@@ -383,10 +385,10 @@ def test_a_run_says_what_it_was_measured_on(tmp_path):
     for run in runs:
         model = dwindle.load(run.out)
         assert model.extra["results"]["on"] == f"10% held out of {data} by seed 0: 2 images"
-        assert model.extra["results"]["images"] == 2 and len(run.train_images) == 18
+        assert model.extra["results"]["images"] == 2 and len(run.task.train_images) == 18
         assert "held out" in (run.out / "README.md").read_text()
         assert evaluate(model, loader(evaluation_images(model, data), 8))["top1"] == model.extra["results"]["top1"]
-    assert runs[0].eval_images.rows.tolist() == runs[1].eval_images.rows.tolist()
+    assert runs[0].task.eval_images.rows.tolist() == runs[1].task.eval_images.rows.tolist()
 
 
 # Corrupt images

@@ -35,6 +35,7 @@ from dwindle.evaluate.evaluate import evaluate
 from dwindle.io.batches import _compiled_augment
 from dwindle.methods.aht import _moments
 from dwindle.recipes.vision import tiny_test
+from dwindle.tasks.classify import Classify
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe
 from dwindle.train.state import STATE, Claim
@@ -44,7 +45,7 @@ from dwindle.train.step import shard
 fork = multiprocessing.get_context("forkserver")
 fork.set_forkserver_preload(
     [
-        *["pytest", "safetensors.torch", "timm.scheduler", "timm.utils", "dwindle.cli.main", "dwindle.train.loop"],
+        *["pytest", "safetensors.torch", "timm.utils", "dwindle.cli.main", "dwindle.train.loop"],
         *["torch._dynamo.utils", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"],
         "torch.utils.tensorboard",
     ]
@@ -78,7 +79,7 @@ def data(tmp_path_factory) -> str:
 
 def train(recipe: Recipe, data: str, out: Path, resume: bool = False) -> list[dict[str, float]]:
     """The terms of every step, then the numbers of every epoch."""
-    typical, steps = Run.typical, []
+    typical, steps = Classify.typical, []
 
     def tick(step: int, total: int, terms: dict[str, torch.Tensor]) -> None:
         steps.append({name: float(value) for name, value in terms.items()})
@@ -86,7 +87,7 @@ def train(recipe: Recipe, data: str, out: Path, resume: bool = False) -> list[di
     with (
         # Adam makes a whole step of a gradient that is nothing but rounding, such as that of the keys' bias.
         mock.patch("torch.optim.AdamW", functools.partial(torch.optim.AdamW, eps=1e-4)),
-        mock.patch.object(Run, "typical", lambda self: typical(self, 16)),
+        mock.patch.object(Classify, "typical", lambda self: typical(self, 16)),
     ):
         run = Run(recipe, data, out, device="cpu", resume=resume)
         for _ in run.epochs(tick):
@@ -350,7 +351,7 @@ def _compiling(backend: str) -> Iterator[None]:
     torch.compiler.reset()
     counters.clear()
     with (
-        mock.patch("dwindle.train.loop.build_vit", tiny),
+        mock.patch("dwindle.train.vit.build_vit", tiny),
         mock.patch("torch.compile", lambda function, **options: compile(function, **options | {"backend": backend})),
     ):
         yield

@@ -106,7 +106,7 @@ def test_a_recipes_augmentation_holds_wherever_the_data_lies(data, tmp_path, res
         plain = {"augment": None, "erase": 0.0, "jitter": 0.0, "min_scale": 0.5}
         recipe = small(resident=resident, batch=32, **{**plain, **options})
         run = Run(recipe, data, tmp_path / "run", device="cpu")
-        return next(iter(run.batches(train=True)))
+        return next(iter(run.task.batches(train=True)))
 
     plain, labels = batch()
     assert torch.equal(plain, batch()[0])
@@ -219,8 +219,8 @@ def test_a_run_begins_from_a_checkpoint_with_it_as_teacher(data, tmp_path):
     run = Run(small(weights=folder, teacher=folder), data, tmp_path / "adapted", device="cpu")
     for name, value in first.model.vit.state_dict().items():
         assert torch.equal(run.model.vit.state_dict()[name], value), name
-        assert torch.equal(run.teacher.vit.state_dict()[name], value), name
-    assert run.model.vit.training and not run.teacher.training
+        assert torch.equal(run.learner.teacher.model.vit.state_dict()[name], value), name
+    assert run.model.vit.training and not run.learner.teacher.model.training
     assert (tmp_path / "static" / "README.md").read_text().startswith("---")
 
 
@@ -234,7 +234,7 @@ def test_a_teacher_is_asked_once_for_runs_on_the_same_batches(method, data, tmp_
     for name, kept in (("alone", None), ("first", answers), ("second", answers)):
         run = Run(recipe, data, tmp_path / name, device="cpu", answers=kept)
         losses.append([numbers["total"] for numbers in run.epochs()])
-        asked.append(run.learn.teacher.asked)
+        asked.append(run.learner.teacher.asked)
     assert losses[0] == losses[1] == losses[2]
     again = run.steps_per_epoch if method == "DynamicViT" else 0  # it reads features, too large to keep
     assert asked == [run.steps_per_epoch, run.steps_per_epoch, again]  # in the last epoch
@@ -249,17 +249,17 @@ def test_batches_come_again_and_the_teacher_is_asked_once(resident, data, tmp_pa
         if name == "asked":
             monkeypatch.setattr(Answers, "keep", lambda *_: None)
         run = Run(recipe, data, tmp_path / name, device="cpu")
-        asked[name] = [run.learn.teacher.asked for _ in run.epochs()]
+        asked[name] = [run.learner.teacher.asked for _ in run.epochs()]
     always = run.steps_per_epoch
     assert asked == {"kept": [always, always, 0, 0, 0], "asked": [always] * 5}
     ours, theirs = weights(tmp_path / "kept"), weights(tmp_path / "asked")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     epochs = []
-    for run.epoch in range(3):
-        epochs.append(torch.cat([x for x, _ in run.batches(train=True)]))
+    for epoch in range(3):
+        epochs.append(torch.cat([x for x, _ in run.task.batches(train=True, epoch=run.seen(epoch))]))
     assert torch.equal(epochs[0], epochs[2]) and not torch.equal(epochs[0], epochs[1])
     # What a budget is set on was not trained on.
-    assert not torch.equal(torch.cat([x for x, _ in run.batches(train=True, epoch=6)]), epochs[0])
+    assert not torch.equal(torch.cat([x for x, _ in run.task.batches(train=True, epoch=6)]), epochs[0])
     with pytest.raises(dwindle.DwindleError, match="views = -1: it must be at least 0"):
         small(views=-1).check()
 
@@ -277,11 +277,11 @@ def test_answers_beyond_the_room_are_asked_again():
 @pytest.mark.parametrize("resident", [False, True])
 def test_typical_images_are_as_in_evaluation(data, tmp_path, resident, monkeypatch):
     run = Run(small(resident=resident), data, tmp_path / "run", device="cpu")
-    assert run.typical(40).shape == (40, 3, 32, 32)  # a small set: half as in evaluation, half augmented
-    monkeypatch.setattr("dwindle.train.loop.LARGE", 1)
-    clean = run.typical(32)
-    run.train_images.transform = run.preprocess.eval_transform()
-    known = torch.stack([run.train_images[i][0] for i in range(len(run.train_images))])
+    assert run.task.typical(40).shape == (40, 3, 32, 32)  # a small set: half as in evaluation, half augmented
+    monkeypatch.setattr("dwindle.tasks.classify.LARGE", 1)
+    clean = run.task.typical(32)
+    run.task.train_images.transform = run.task.preprocess.eval_transform()
+    known = torch.stack([run.task.train_images[i][0] for i in range(len(run.task.train_images))])
     nearest = torch.cdist(clean.flatten(1), known.flatten(1)).min(-1).values
     assert nearest.max() < 0.02 * clean.flatten(1).norm(dim=-1).mean()
 

@@ -53,6 +53,7 @@ def train(
     """Train a recipe. A killed run loses what came after its last save (each epoch): go on with --resume."""
     from ..core import processes as ranks
     from ..models.lm import cli as language
+    from ..train.loop import Run
     from ..train.recipe import changed, find_recipe
 
     settings = changed(find_recipe(recipe)(), set or [])
@@ -64,13 +65,13 @@ def train(
         settings = changed(settings, [f"holdout={holdout}"])
     if skip_corrupt:
         settings = changed(settings, ["skip_corrupt=true"])
-    begin, resume = settings.runner(), resumes(resume, out)
-    run = begin(settings, data, out, eval_data=eval_data, device=device_for(device), resume=resume, limit=limit)
-    if holdout and not run.holdout:
+    resume = resumes(resume, out)
+    run = Run(settings, data, out, eval_data=eval_data, device=device_for(device), resume=resume, limit=limit)
+    if holdout and not run.task.holdout:
         raise DwindleError(f"--holdout {holdout}: '{eval_data or data}' has images to evaluate on; leave it out.")
     speaks = ranks.rank() == 0  # of several processes one
     with progress_bar(speaks) as bar:
-        task = bar.add_task("training", total=settings.epochs * run.steps_per_epoch, completed=run.step)
+        task = bar.add_task("training", total=run.task.steps, completed=run.step)
 
         def tick(step: int, steps: int, terms: dict[str, Any]) -> None:
             description = f"epoch {run.epoch + 1}/{settings.epochs}"
@@ -83,12 +84,12 @@ def train(
             shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k in ("total", "cost", "top1", "gmacs"))
             if speaks:
                 if numbers["epoch"] == 1:
-                    aside.print(f"evaluated on {plain(run.eval_images.told())}", soft_wrap=True)
+                    aside.print(f"evaluated on {plain(run.task.eval_images.told())}", soft_wrap=True)
                 aside.print(f"epoch {int(numbers['epoch'])}  {shown}")
     ranks.leave()
     if speaks:
-        skipped = {"corrupt_training": len(run.train_images.corrupt)} if run.train_images.corrupt else {}
-        about = run.eval_images.about() | skipped
+        skipped = {"corrupt_training": len(run.task.train_images.corrupt)} if run.task.train_images.corrupt else {}
+        about = run.task.about() | skipped
         finish({"out": str(out), **(run.history[-1] if run.history else {}), **about})
 
 

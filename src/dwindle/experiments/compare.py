@@ -147,7 +147,11 @@ class Compare(Results):
             if self.comparison.pretrained_static:
                 run, seconds = self._opened(recipe, folder), 0.0
                 model = run.model
-                save(model, folder, extra={"preprocess": run.preprocess.to_dict(), "classes": run.train_images.classes})
+                save(
+                    model,
+                    folder,
+                    extra={"preprocess": run.task.preprocess.to_dict(), "classes": run.task.train_images.classes},
+                )
             else:
                 run, model, seconds = self._trained(recipe, folder)
             self._write(path, STATIC, "methods", run, model, 1.0, seed, seconds)
@@ -190,7 +194,7 @@ class Compare(Results):
         operating_point = model.method.operating_point
         turned = operating_point is not None and not {"budget", operating_point[0]} & recipe.method_options.keys()
         if turned:  # its cost followed from training alone
-            calibrate(model, run.typical(), cost)
+            calibrate(model, run.task.typical(), cost)
         path, turned_in = self._path(entry.name, cost, seed), folder if turned else None
         self._write(path, entry.name, entry.group, run, model, cost, seed, seconds, turned_in)
 
@@ -203,7 +207,7 @@ class Compare(Results):
             static = load(self._static_made(seed)).unwrap()
             run, seconds = self._opened(self._alone(seed), self.out / f"{slug(entry.name)}-s{seed}"), 0.0
             model = adapt(static, Method.registry[entry.method](**entry.options)).to(run.device)
-        images = run.typical()
+        images = run.task.typical()
         for cost in costs:
             calibrate(model, images, cost)
             self._write(self._path(entry.name, cost, seed), entry.name, entry.group, run, model, cost, seed, seconds)
@@ -220,7 +224,7 @@ class Compare(Results):
             resident=self.resident,
             answers=self._answers(recipe),
         )
-        self.resident = run.resident
+        self.resident = run.task.resident
         return run
 
     def _answers(self, recipe: Recipe) -> Answers | None:
@@ -253,9 +257,9 @@ class Compare(Results):
         turned_in: Path | None = None,
     ) -> None:
         """turned_in: where the model's checkpoint lies, if it has changed since."""
-        packed, masked = run.evaluate(model=model), run.evaluate("masked", model=model)
-        speed = run.steps_per_epoch * run.batch / seconds if seconds else None
-        teacher = run.learn.teacher
+        packed, masked = run.evaluate(model=model), run.evaluate(model=model, layout="masked")
+        speed = run.steps_per_epoch * run.task.batch / seconds if seconds else None
+        teacher = run.learner.teacher
         result = {
             "comparison": self.name,
             "name": name,
@@ -266,7 +270,7 @@ class Compare(Results):
             "cost": round(packed["gmacs"] / packed["gmacs_static"], 4),
             "seed": seed,
             **packed,
-            **run.eval_images.about(),
+            **run.task.about(),
             "top1_masked": masked["top1"],
             "images_per_s_masked": masked["images_per_s"],
             "train_images_per_s": speed and round(speed),
@@ -276,7 +280,7 @@ class Compare(Results):
             "machine": machine(run.device),
         }
         if turned_in is not None:  # before the result, which once there is not made again
-            save(model, turned_in, extra={"results": packed | run.eval_images.about()})
+            save(model, turned_in, extra={"results": packed | run.task.about()})
             write_card(turned_in)
         write_text(path, json.dumps(result, indent=1) + "\n")
 

@@ -176,9 +176,8 @@ def _next_trial(study: optuna.Study, recipe: Recipe, space: Space, seed: int) ->
 
 
 def _run(recipe: Recipe, data: str, out: Path, device: str | None, parts: tuple[Images, Images]) -> Run:
-    train, held = parts
     resume = (out / STATE).exists()
-    return Run(recipe, data, out, device=device, resume=resume, train_images=train, eval_images=held)
+    return Run(recipe, data, out, device=device, resume=resume, opened=parts)
 
 
 def _converges(run: Run, tick: Callable[[int, int, dict[str, Tensor]], None] | None) -> bool:

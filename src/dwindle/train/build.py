@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..core.model import AdaptiveViT
 from ..errors import DwindleError, unknown
-from ..io.checkpoint import find, load, load_vit_weights, read_config, shipped
-from ..io.classes import class_count, imagenet_names, known_classes, match
+from ..io.checkpoint import find, load, load_vit_weights, read_config
+from ..io.classes import class_count, known_classes, match
 from ..io.datasets import Images
 from ..io.download import no_waiting
-from .recipe import Recipe
+from ..tasks.classify import is_checkpoint
 
-
-def is_checkpoint(weights: str | None) -> bool:
-    return weights is not None and (Path(weights).is_dir() or weights in shipped())
-
-
-def weights_classes(recipe: Recipe, images: Images) -> list[str] | None:
-    """What the head of a recipe's weights calls its classes, where they are as many as the images have; ImageNet's,
-    where the weights are no checkpoint."""
-    names = None
-    if recipe.weights is not None and is_checkpoint(recipe.weights):
-        names = read_config(find(recipe.weights)).get("extra", {}).get("classes")
-    if not names and images.classes and recipe.weights is not None:
-        names = imagenet_names(images.num_classes)
-    return names if names and len(names) == images.num_classes else None
+if TYPE_CHECKING:
+    from .recipe import Recipe
 
 
 def teacher_classes(model: Any, images: Images, named: str, device: torch.device) -> Tensor | None:
@@ -104,4 +91,6 @@ def parameter_groups(model: AdaptiveViT, recipe: Recipe) -> list[dict[str, Any]]
         plain = parameter.dim() <= 1 or name.removeprefix("vit.") in undecayed
         scalar = not parameter.dim()  # apart from the rest, which may be sharded: torch updates one kind at a time
         groups.setdefault((lr, 0.0 if plain else recipe.weight_decay, scalar), []).append(parameter)
-    return [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay, _), params in groups.items()]
+    return [
+        {"params": params, "lr": lr, "peak": lr, "weight_decay": decay} for (lr, decay, _), params in groups.items()
+    ]

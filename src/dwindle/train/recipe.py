@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -18,37 +19,65 @@ from ..io.augment import planner
 from ..methods import Method
 from ..ops.half import halves
 from ..settings import Above0, AtLeast0, Batch, ImageSize, Seed, Share, Whole0, Whole1, Within, Workers, check_fields
+from .learner import Learner
+from .vit import ViTLearner
 
 Layout = Literal["masked", "packed"]
 Parallel = Literal["ddp", "fsdp"]
 
 
 @dataclass
-class Recipe:
+class Training:
+    """What every run depends on, whatever learns. The trainer reads these, a family's recipe adds its own."""
+
+    task: str = "classify"
+    method: str = "AHT"
+    method_options: dict[str, Any] = field(default_factory=dict)
+    batch: Batch = 256
+    lr: AtLeast0 = 1e-4
+    weight_decay: AtLeast0 = 0.05
+    clip: AtLeast0 = 1.0
+    ema: Share = 0.0  # decay of the average of the weights that is evaluated and saved; 0: no average
+    amp: bool = True  # bf16 autocast on a GPU
+    cpu_amp: bool = False  # the same on a CPU, one that multiplies in bf16 (AMD since Zen 4, Intel since Cooper Lake)
+    compile: bool | None = None  # None: on a GPU, when the run is long enough to win the time back
+    accumulate: Whole1 = 1  # micro-batches a batch is cut into
+    parallel: Parallel = "ddp"  # under torchrun: 'ddp', or 'fsdp' to spread the weights of a large backbone
+    views: Whole0 = 0  # epochs after which batches come again as they were, so that a teacher is asked once; 0: never
+    seed: Seed = 0
+
+    def halves(self, device: torch.device) -> bool:
+        """Whether training computes in bf16 on this device."""
+        return halves(device, self.amp, self.cpu_amp)
+
+    def check(self) -> None:
+        """Refuse settings that cannot work, before anything is read or written."""
+        check_fields(self)
+
+    def learner(self) -> type[Learner]:
+        """What of a family is trained by this recipe."""
+        raise NotImplementedError
+
+    def told(self) -> dict[str, Any]:
+        """As a checkpoint keeps it: without folders of this machine."""
+        given = dataclasses.asdict(self)
+        return given | {"weights": Path(given["weights"] or "none").name}
+
+
+@dataclass
+class Recipe(Training):
     """Defaults are AHT-ViT section 3.5 and DeiT's fine-tuning."""
 
     model: str = "deit_small_patch16_224"  # timm model name
     weights: str | None = "pretrained"  # 'pretrained' (timm's on the Hub), a .safetensors/.pth file, a checkpoint, None
-    method: str = "AHT"
-    method_options: dict[str, Any] = field(default_factory=dict)
     image_size: ImageSize | None = None  # None: the model's own
 
     epochs: Whole1 = 50
-    batch: Batch = 256
-    lr: AtLeast0 = 1e-4
     method_lr: AtLeast0 = 1e-3  # planners and scalars start from nothing, the backbone does not
     warmup_epochs: AtLeast0 = 1.0
-    weight_decay: AtLeast0 = 0.05
     smoothing: Share = 0.1
-    clip: AtLeast0 = 1.0
-    ema: Share = 0.0  # decay of the average of the weights that is evaluated and saved; 0: no average
     freeze_backbone: bool = False
-    amp: bool = True  # bf16 autocast on a GPU
-    cpu_amp: bool = False  # the same on a CPU, one that multiplies in bf16 (AMD since Zen 4, Intel since Cooper Lake)
     layout: Layout = "masked"  # 'packed': only live tokens; for methods whose decisions are hard in training
-    compile: bool | None = None  # None: on a GPU, when the run is long enough to win the time back
-    accumulate: Whole1 = 1  # micro-batches a batch is cut into
-    parallel: Parallel = "ddp"  # under torchrun: 'ddp', or 'fsdp' to spread the weights of a large backbone
 
     teacher: str | None = None  # 'static': the backbone as it was before training; or a checkpoint
     distill: str = "soft"  # 'soft' or 'hard' answers of the teacher; 'token': hard, on DeiT's distillation token
@@ -64,17 +93,11 @@ class Recipe:
     mixup: AtLeast0 = 0.0  # alpha of timm's Mixup and CutMix
     cutmix: AtLeast0 = 0.0
     mix_prob: Share = 1.0  # share of the batches that are mixed
-    views: Whole0 = 0  # epochs after which batches come again as they were, so that a teacher is asked once; 0: never
     skip_corrupt: bool = False  # images that cannot be read: others of their class in their place
     workers: Workers = 2
-    seed: Seed = 0
     eval_every: Whole1 = 1  # epochs
     holdout: Annotated[float, Within(0, 1, under=True)] = 0.1  # of the images, to evaluate on where there are no others
     save_every: Whole1 = 1  # epochs; what a kill may cost, if they take less than a minute together
-
-    def halves(self, device: torch.device) -> bool:
-        """Whether training computes in bf16 on this device."""
-        return halves(device, self.amp, self.cpu_amp)
 
     def check(self) -> None:
         """Settings that cannot work, before anything is read or written."""
@@ -92,11 +115,8 @@ class Recipe:
             require(named, f"augment = {self.augment}", "it names timm's RandAugment, such as rand-m9-mstd0.5-inc1")
             planner(self.augment, 224, (0.5, 0.5, 0.5), "bicubic")
 
-    def runner(self) -> Any:
-        """What trains it."""
-        from .loop import Run
-
-        return Run
+    def learner(self) -> type[Learner]:
+        return ViTLearner
 
     def make_method(self) -> Method:
         return made("method", self.method, Method.registry, self.method_options)

@@ -1,4 +1,4 @@
-"""One optimiser step: augmentation mixes, the teacher speaks, the terms are weighed. Compiled where that pays."""
+"""One optimiser step: the loss of a batch, its gradients, exchanged and clipped. Recorded where that pays."""
 
 from __future__ import annotations
 
@@ -10,124 +10,85 @@ import torch
 from torch import Tensor, nn
 
 from ..core import processes as ranks
-from ..core.model import AdaptiveViT
-from ..io.draws import seeded
 from ..ops.half import autocast
-from .recipe import Recipe
+from .learner import Learner
 from .record import Recorded, record
-from .teacher import Answers, Teacher, fast
-
-WORTH_COMPILING = 200_000  # images; compiling takes about as long as these take without
 
 
 class LossModule(nn.Module):
-    """What a batch teaches: from images, labels and what the teacher said, to the loss and what the batch cost."""
+    """From the inputs of a step, in the order of `names`, to the terms of its loss."""
 
-    def __init__(self, model: AdaptiveViT, teacher: Teacher | None, recipe: Recipe, device: torch.device) -> None:
+    def __init__(self, learner: Learner) -> None:
         super().__init__()
-        self.model, self.teacher, self.recipe, self.device = model, teacher, recipe, device
-        self.halves, self.compiled = recipe.halves(device), False
+        self.model = learner.model  # whose parameters are to be found in here
+        self.learner = learner
+        self.names: tuple[str, ...] = ()
 
-    def forward(self, x: Tensor, y: Tensor, weights: Tensor | None, *said: Tensor) -> dict[str, Tensor]:
-        model, teacher, recipe = self.model, self.teacher, self.recipe
-        with autocast(self.device, self.halves):
-            with fast(model, self.compiled):
-                out = model(x, layout=recipe.layout)
-            taught = teacher.output(dict(zip(teacher.names, said)), x) if teacher is not None else None
-            terms = model.loss(
-                out,
-                y,
-                taught,
-                label_weight=recipe.label_weight,
-                teacher_weight=recipe.teacher_weight,
-                weights=weights,
-                distill=recipe.distill,
-                temperature=recipe.teacher_temperature,
-                label_smoothing=recipe.smoothing,
-            )
-            return terms | {"cost": model.cost(out.trace)}
+    def forward(self, *values: Tensor) -> dict[str, Tensor]:
+        with autocast(self.learner.device, self.learner.halves):
+            return self.learner.terms(dict(zip(self.names, values)))
 
 
 class Step:
-    """`step(x, y)` trains on one batch and returns its terms, detached."""
+    """`step(inputs, optimizer)` trains on one batch and returns its terms, detached, as means over all processes."""
 
-    def __init__(
-        self,
-        model: AdaptiveViT,
-        teacher: AdaptiveViT | None,
-        recipe: Recipe,
-        device: torch.device,
-        answers: Answers | None = None,
-        classes: Tensor | None = None,
-    ) -> None:
-        """answers: what the teacher said to an earlier run on the same batches, or where to leave it. classes: which of
-        its answers count, in the order of the data's classes."""
-        self.model, self.recipe, self.device = model, recipe, device
-        self.teacher = None if teacher is None else Teacher(teacher, model.method, recipe, device, answers, classes)
-        self.bare = LossModule(model, self.teacher, recipe, device)
+    def __init__(self, learner: Learner) -> None:
+        self.learner, self.recipe = learner, learner.recipe
+        self.bare = LossModule(learner)
         # FSDP's parameters were sharded before the optimiser was made.
-        exchanged = ranks.together() and recipe.parallel == "ddp"
-        self.loss_module: Any = _exchanging(self.bare, device) if exchanged else self.bare
+        exchanged = ranks.together() and not learner.sharded
+        self.loss_module: Any = _exchanging(self.bare, learner.device) if exchanged else self.bare
         self.begun = False
         self.recorded: Recorded | None = None
-        self.alone = [p for p in model.parameters() if not p.dim()] if recipe.parallel == "fsdp" else []
-        self.mixup = make_mixup(recipe, model.backbone.shape.classes)
+        self.alone = [p for p in learner.model.parameters() if not p.dim()] if learner.sharded else []
 
-    def compile(self) -> None:
-        self.bare.compiled = True
-        if self.teacher is not None:
-            self.teacher.compiled = True
+    @property
+    def recording(self) -> bool:
+        return self.learner.recording and not ranks.together() and self.recipe.accumulate == 1
 
     def forget(self) -> None:
         """Give back the memory of what was recorded."""
         self.recorded = None
-        if self.teacher is not None:
-            self.teacher.recorded = None
+        if self.learner.teacher is not None:
+            self.learner.teacher.recorded = None
 
-    def __call__(self, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, at: int) -> dict[str, Tensor]:
-        recipe, model = self.recipe, self.model
-        if self.mixup is not None:
-            with seeded(recipe.seed, at):
-                x, y = self.mixup(x, y)
-                y = y.to(x.device)
-        recording = self.bare.compiled and x.is_cuda and not ranks.together() and recipe.accumulate == 1
-        said = () if self.teacher is None else tuple(self.teacher(x, at, recording).values())
-        if recording:
-            if self.recorded is None:
-                given = (x, y, self._weights().to(x.device), *said)
-                self.recorded = record(self.backward, model, *given, what=type(model.method).__name__)
-            sums = self.recorded(x, y, self._weights(), *said)
+    def __call__(self, inputs: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        model = self.learner.model
+        if self.recording:
+            sums = self._replayed(inputs)
         else:
             optimizer.zero_grad(set_to_none=True)
-            sums = self._gradients(x, y, *said)
+            self.bare.names = tuple(inputs)
+            sums = self._gradients(tuple(inputs.values()))
         self.begun = True
         for parameter in self.alone:
             if parameter.grad is not None:
                 parameter.grad = ranks.mean(parameter.grad)
-        if recipe.clip:
-            _clip(list(model.parameters()), recipe.clip)
+        if self.recipe.clip:
+            _clip(list(model.parameters()), self.recipe.clip)
         optimizer.step()
-        means = ranks.mean(torch.stack(list(sums.values())))
-        model.method.hold_budget(means[list(sums).index("cost")])
-        return dict(zip(sums, means))
+        return dict(zip(sums, ranks.mean(torch.stack(list(sums.values())))))
 
-    def _weights(self) -> Tensor:
-        """Of the terms, in their order: they are brought in over time, so a graph takes them as an input."""
-        weights = torch.zeros(32)
-        if self.recorded is not None:
-            given = self.model.weights(self.recipe.label_weight, self.recipe.teacher_weight)
-            names = [name for name in self.recorded.terms if name not in ("total", "cost")]
-            weights[: len(names)] = torch.tensor([given[name] for name in names])
-        return weights
+    def _replayed(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """By the recording; a new one where a step needs other inputs than the one before."""
+        weights = self.learner.weights()
+        given = inputs if weights is None else inputs | {"weights": weights}
+        if self.recorded is None or self.bare.names != tuple(given):
+            self.recorded, self.bare.names = None, tuple(given)
+            first = [value.to(self.learner.device) for value in given.values()]
+            self.recorded = record(self.backward, self.learner.model, *first, what=self.learner.name)
+            weights = self.learner.weights()  # now that the terms have their names
+        return self.recorded(*inputs.values(), *(() if weights is None else (weights,)))
 
-    def _gradients(self, x: Tensor, *rest: Tensor) -> dict[str, Tensor]:
-        """Of the batch, in as many micro-batches as the recipe says. rest: labels, what the teacher said."""
-        parts = list(zip(*(given.chunk(self.recipe.accumulate) for given in (x, *rest))))
+    def _gradients(self, values: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Of the batch, in as many micro-batches as the recipe says."""
+        count = self.recipe.accumulate
+        parts = [values] if count == 1 else list(zip(*(given.chunk(count) for given in values)))
         sums: dict[str, Tensor] = {}
-        for i, (x_part, y_part, *said) in enumerate(parts):
-            share = len(x_part) / len(x)
+        for i, part in enumerate(parts):
+            share = len(part[0]) / len(values[0])
             with self._exchange(last=i + 1 == len(parts)):
-                terms = self.backward(x_part, y_part, None, *said, share=share)
+                terms = self.backward(*part, share=share)
             for name, value in terms.items():
                 sums[name] = sums.get(name, 0.0) + share * value
         return sums
@@ -140,11 +101,8 @@ class Step:
             else self.loss_module.no_sync()
         )
 
-    def backward(
-        self, x: Tensor, y: Tensor, weights: Tensor | None, *said: Tensor, share: float = 1.0
-    ) -> dict[str, Tensor]:
-        """weights: of the terms, on the device; None: as they are now."""
-        terms = self.loss_module(x, y, weights, *said)
+    def backward(self, *values: Tensor, share: float = 1.0) -> dict[str, Tensor]:
+        terms = self.loss_module(*values)
         (share * terms["total"]).backward()
         return {name: value.detach().float() for name, value in terms.items()}
 
@@ -159,7 +117,7 @@ def _exchanging(loss_module: LossModule, device: torch.device) -> nn.Module:
     return ddp(loss_module, device_ids=[device.index] if device.type == "cuda" else None, static_graph=True, **options)
 
 
-def shard(model: AdaptiveViT) -> None:
+def shard(model: Any) -> None:
     """FSDP2: every block's weights are spread over the ranks, and gathered while it runs."""
     from torch.distributed.fsdp import fully_shard
 
@@ -180,15 +138,6 @@ def _clip(parameters: list[nn.Parameter], limit: float) -> None:
     norm = torch.linalg.vector_norm(torch.stack(whole))
     for group in kinds.values():
         nn.utils.clip_grads_with_norm_(group, limit, norm)
-
-
-def make_mixup(recipe: Recipe, classes: int) -> Any:
-    if not (recipe.mixup or recipe.cutmix):
-        return None
-    from timm.data import Mixup
-
-    # Smoothing is the loss's affair, so that it is the same with and without mixing.
-    return Mixup(recipe.mixup, recipe.cutmix, prob=recipe.mix_prob, label_smoothing=0.0, num_classes=classes)
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:

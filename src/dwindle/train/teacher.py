@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.model import AdaptiveViT, Output
 from ..core.tokens import Where
 from ..core.trace import Trace
-from ..methods import Method
 from ..ops.half import autocast
 from ..ops.patches import cut_by_matmul
-from .recipe import Recipe
 from .record import Recorded, record
 
 KEPT = 6 << 30  # bytes
 SMALL = ("logits", "attention")  # what is kept: features would fill the room within an epoch
+Size = tuple[int, int]
 
 
 class Room:
@@ -54,28 +55,32 @@ class Answers:
                 held[name] = said[name]
 
 
-def kept_answers(recipe: Recipe, given: Answers | None) -> Answers | None:
-    """Those given; or, where batches come again, a run's own."""
-    return given or (Answers() if recipe.views else None)
-
-
 class Teacher:
-    """`teacher(x, step)`: its answers to a batch, and what else the method's losses read, by name."""
+    """`teacher(x, step)`: its answers to a batch, by name: "logits", "attention" (the mean over blocks), "features".
+
+    It is a network with nothing halted. `image`: images of another size are resampled to this one; `grid`: features
+    are those of its patches, on a grid of this size.
+    """
 
     def __init__(
         self,
-        model: AdaptiveViT,
-        method: Method,
-        recipe: Recipe,
+        model: Any,
+        recipe: Any,
         device: torch.device,
-        answers: Answers | None = None,
-        classes: Tensor | None = None,
+        names: tuple[str, ...] = ("logits",),
+        image: Size | None = None,
     ) -> None:
-        """classes: the numbers that it knows the data's classes by, where they are others."""
-        self.model, self.device, self.answers, self.classes = model, device, answers, classes
-        self.halves, self.parts = recipe.halves(device), recipe.accumulate
-        asked = {"attention": method.asks_attention, "features": method.asks_features}
-        self.names = ("logits", *(name for name, wanted in asked.items() if wanted))
+        if isinstance(model, AdaptiveViT):
+            model.checks, model.layout = False, "masked"
+        self.model = model.eval().requires_grad_(False).to(device)
+        self.device, self.halves, self.parts = device, recipe.halves(device), recipe.accumulate
+        self.names, self.image = names, image
+        self.grid: Size | None = None
+        self.cells: Size | None = None  # its own grid, after this many tokens that are no patches
+        self.prefix = 0
+        self.classes: Tensor | None = None  # the numbers that it knows the data's classes by, where they are others
+        # Where batches come again a run keeps what was said of them.
+        self.answers: Answers | None = Answers() if recipe.views else None
         self.asked = 0  # batches of the epoch it was really asked about
         self.compiled = False
         self.recorded: Recorded | None = None
@@ -86,27 +91,39 @@ class Teacher:
             return held
         self.asked += 1
         if recording and self.recorded is None:
-            self.recorded = record(self._ask, self.model, x, what="its teacher")
-        said = self._ask(x) if self.recorded is None else self.recorded(x)
+            self.recorded = record(self.ask, self.model, x, what="its teacher")
+        said = self.ask(x) if self.recorded is None else self.recorded(x)
         if self.answers:
             self.answers.keep(step, said)
         return said
 
-    def _ask(self, x: Tensor) -> dict[str, Tensor]:
+    def ask(self, x: Tensor) -> dict[str, Tensor]:
         """In as many micro-batches as the student learns in."""
         parts = [self._ask_part(part) for part in x.chunk(self.parts)]
         return parts[0] if len(parts) == 1 else {n: torch.cat([part[n] for part in parts]) for n in self.names}
 
     @torch.no_grad()
     def _ask_part(self, x: Tensor) -> dict[str, Tensor]:
+        if self.image is not None and tuple(x.shape[-2:]) != self.image:
+            x = x if x.is_cuda else x.float()  # on a CPU torch resamples no bf16
+            x = F.interpolate(x, size=self.image, mode="bicubic", antialias=True)
         with autocast(self.device, self.halves), fast(self.model, self.compiled):
-            out = self.model(x, layout="masked")
-        said = {"logits": out.logits if self.classes is None else out.logits[:, self.classes]}
+            out = self.model(x)
+        said = {}
+        if "logits" in self.names:
+            said["logits"] = out.logits if self.classes is None else out.logits[:, self.classes]
         if "attention" in self.names:
             said["attention"] = out.trace.stack("attention").mean(0)
         if "features" in self.names:
-            said["features"] = out.features
+            said["features"] = out.features if self.grid is None else self._on_grid(out.features)
         return said
+
+    def _on_grid(self, found: Tensor) -> Tensor:
+        assert self.cells is not None
+        square = found[:, self.prefix :].unflatten(1, self.cells)  # (B, rows, columns, width)
+        if self.cells != self.grid:
+            square = F.interpolate(square.permute(0, 3, 1, 2), size=self.grid, mode="bilinear").permute(0, 2, 3, 1)
+        return square.flatten(1, 2)
 
     def output(self, said: dict[str, Tensor], x: Tensor) -> Output:
         """As losses take it: attention, the mean over blocks, stands at each of them."""
@@ -120,8 +137,10 @@ class Teacher:
 
 
 @contextlib.contextmanager
-def fast(model: AdaptiveViT, compiled: bool) -> Iterator[None]:
-    """Within, a model's blocks run compiled, its patches are cut by one matrix product."""
-    cut = cut_by_matmul(model.vit) if compiled else contextlib.nullcontext()
-    with cut, model.backbone.compiling(compiled):
+def fast(model: Any, compiled: bool) -> Iterator[None]:
+    """Within, a wrapped model's blocks run compiled, its patches are cut by one matrix product."""
+    if not compiled or not isinstance(model, AdaptiveViT):
+        yield
+        return
+    with cut_by_matmul(model.vit), model.backbone.compiling(True):
         yield

@@ -89,7 +89,7 @@ def test_everything_is_made_once(places, monkeypatch):
     network = dwindle.load(places["out"] / "static_4-2-16-s0")
     assert (network.tokens, network.depth, network.hidden(32)) == ((4,), 2, 41) and small["epochs"] == 1
 
-    monkeypatch.setattr("dwindle.models.adaperceiver.compare.AdaRun", None)  # what is there is not made again
+    monkeypatch.setattr("dwindle.models.adaperceiver.compare.Run", None)  # what is there is not made again
     monkeypatch.setattr("dwindle.models.adaperceiver.compare.judged", None)
     assert run(LINE, **places).json == done.json
     refused(run(LINE + " --set epochs=4", **places), "was made with epochs=3 (now 4)")
@@ -112,20 +112,20 @@ def test_what_fails_at_once_leaves_nothing(places, tmp_path):
 
 
 def test_a_killed_training_goes_on(places, tmp_path, monkeypatch):
-    from dwindle.models.adaperceiver.train import AdaRun
+    from dwindle.train.loop import Run
 
     here = places | {"out": tmp_path / "runs", "results": tmp_path / "results"}
-    epochs = AdaRun.epochs
+    epochs = Run.epochs
 
     def killed(self, tick):
         for row in epochs(self, tick):
             yield row
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(AdaRun, "epochs", killed)
+    monkeypatch.setattr(Run, "epochs", killed)
     run(LINE + " --only adaptive", **here)
     assert not (tmp_path / "results").exists()
-    monkeypatch.setattr(AdaRun, "epochs", epochs)
+    monkeypatch.setattr(Run, "epochs", epochs)
     refused(run(LINE + " --only policies", **here), "is at epoch 1 of 3")
     refused(run(LINE + " --only policies --set lr=0.1", **here), "was trained with lr=0.001 (now 0.1)")
     run(LINE + " --only adaptive", **here)
@@ -137,7 +137,7 @@ def test_a_killed_training_goes_on(places, tmp_path, monkeypatch):
 
 
 def test_the_teacher_is_asked_once_for_all_networks(places, tmp_path, monkeypatch):
-    from dwindle.models.adaperceiver.teacher import Teacher
+    from dwindle.train.teacher import Teacher
 
     torch.manual_seed(0)
     vit = timm.create_model("test_vit", num_classes=3, img_size=32)

@@ -11,7 +11,6 @@ import dwindle
 from dwindle.models.adaperceiver.dense import (
     IGNORED,
     DenseRecipe,
-    DenseRun,
     Scenes,
     Score,
     maps,
@@ -20,6 +19,7 @@ from dwindle.models.adaperceiver.dense import (
     task_loss,
 )
 from dwindle.models.adaperceiver.figures import class_name
+from dwindle.train.loop import Run
 from dwindle.train.recipe import changed
 from shared.command import refused
 from shared.command import run as command
@@ -52,9 +52,9 @@ def shapes(tmp_path_factory):
     return root
 
 
-def run(data, out, *settings, **options) -> DenseRun:
+def run(data, out, *settings, **options) -> Run:
     recipe = DenseRecipe(model="tiny", epochs=12, batch=8, lr=4e-3, workers=0, warmup_epochs=0.0, eval_every=12)
-    return DenseRun(changed(recipe, settings), str(data), out, device="cpu", **options)
+    return Run(changed(recipe, settings), str(data), out, device="cpu", **options)
 
 
 @pytest.mark.parametrize("task, name", [("segmentation", "miou"), ("depth", "rmse")])
@@ -66,7 +66,7 @@ def test_learns_shapes(shapes, tmp_path, task, name):
     else:
         assert numbers[name] < 2.0 and numbers[name] < before[name] / 2
     model = dwindle.load(tmp_path / "run")
-    x = work.eval_images[0][0][None]
+    x = work.task.eval_images[0][0][None]
     sizes = {tuple(predict(model, x, task, tokens=t).shape) for t in (1, 4, 16, 30)}
     assert sizes == {(1, 32, 32)}
 

@@ -15,11 +15,11 @@ from PIL import Image
 import dwindle
 from dwindle.models.adaperceiver.blocks import SelfAttention, turned, turns
 from dwindle.models.adaperceiver.start import _speeds
-from dwindle.models.adaperceiver.teacher import Teacher
-from dwindle.models.adaperceiver.train import AdaRun, feature_loss
+from dwindle.models.adaperceiver.train import feature_loss
 from dwindle.recipes.vision import ada_tiny_test
+from dwindle.train.loop import Run
 from dwindle.train.recipe import changed
-from dwindle.train.teacher import Answers
+from dwindle.train.teacher import Answers, Teacher
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def data(tmp_path_factory):
     return root
 
 
-def run(data, out, *settings, **options) -> AdaRun:
-    return AdaRun(changed(ada_tiny_test(), settings), str(data), out, device="cpu", **options)
+def run(data, out, *settings, **options) -> Run:
+    return Run(changed(ada_tiny_test(), settings), str(data), out, device="cpu", **options)
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +76,18 @@ def test_resume_is_the_same_run(data, tmp_path, mask):
 def test_bf16_on_a_cpu_teaches_what_float32_does(data, teacher, tmp_path, mask):
     given = (f"teacher={teacher}", f"method.mask={mask}", "resident=true", "method.readouts=own", "epochs=1")
     exact, rough = (run(data, tmp_path / amp, *given, f"cpu_amp={amp}") for amp in ("false", "true"))
-    (x, y), (x_half, _) = (next(iter(work.batches(train=True))) for work in (exact, rough))
+    (x, y), (x_half, _) = (next(iter(work.task.batches(train=True))) for work in (exact, rough))
     assert (x.dtype, x_half.dtype) == (torch.float32, torch.bfloat16)
-    said = exact._taught(x)
-    torch.testing.assert_close(rough._taught(x_half), said, rtol=0.05, atol=0.05 * float(said.abs().max()))
+    said = exact.learner.teacher.ask(x)["logits"]
+    roughly = rough.learner.teacher.ask(x_half)["logits"].float()
+    torch.testing.assert_close(roughly, said, rtol=0.05, atol=0.05 * float(said.abs().max()))
     gradients = []
     for work, seen in ((exact, x), (rough, x_half)):
         work.model.train()
-        work.epoch = 1
-        work.backward(seen, y, said, **work._sample(len(seen)))
+        work.learner.epoch = 1
+        inputs = {"x": seen, "y": y, "taught": said} | work.learner.drawn(len(seen), 0)
+        work.learn.bare.names = tuple(inputs)
+        work.learn.backward(*inputs.values())
         gradients.append({name: p.grad for name, p in work.model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys()
     flat = [torch.cat([g.flatten() for g in found.values()]) for found in gradients]
@@ -94,8 +97,8 @@ def test_bf16_on_a_cpu_teaches_what_float32_does(data, teacher, tmp_path, mask):
 def test_samples_by_stage(data, tmp_path):
     work = run(data, tmp_path / "run")
     for epoch, sampled in enumerate([False, True, True]):
-        work.epoch = epoch
-        found = work._sample(60)
+        work.learner.epoch = epoch
+        found = work.learner.drawn(60, 0)
         assert ("sampled" in found) == sampled
         assert set(found["widths"].tolist()) == ({16, 24, 32} if epoch == 2 else {32})
     assert set(found["sampled"].tolist()) <= {4, 8, 16} and len(found["sampled"]) == 4
@@ -105,16 +108,15 @@ def test_steps_of_an_open_mask_are_drawn(data, tmp_path):
     work = run(data, tmp_path / "run", "stages=(0,1,1)", "method.mask=open", "mask_steps=0.3", "depth_weight=0")
     shares, tokens = torch.zeros(3).double(), torch.tensor([4, 8, 16])
     for step in range(400):
-        work.step = step
-        found = work._sample(8)
+        found = work.learner.drawn(8, step)
         shares += found["drawn"].double() / 400
         assert set(found["sampled"].tolist()) <= set(tokens[found["drawn"]].tolist())
     assert torch.allclose(shares, torch.tensor([0.3, 0.3, 1.0]).double(), atol=0.08)
-    x, y = next(iter(work.batches(train=False)))
+    x, y = next(iter(work.task.batches(train=False)))
     drawn = torch.tensor([True, False, True])
     said = work.model.answers(x, drawn=drawn)
-    losses = work.loss(said.tokens, y, None)
-    torch.testing.assert_close(work.terms(said, y, drawn=drawn)["total"], losses[[0, 2]].mean())
+    losses = work.learner.loss(said.tokens, y, None)
+    torch.testing.assert_close(work.learner.weighed(said, y, drawn=drawn)["total"], losses[[0, 2]].mean())
 
 
 def test_learns_with_an_open_mask(data, tmp_path):
@@ -125,17 +127,17 @@ def test_learns_with_an_open_mask(data, tmp_path):
 
 def test_the_largest_setting_once_more(data, tmp_path):
     work = run(data, tmp_path / "run", "largest_weight=0.5", "depth_weight=0")
-    x, y = next(iter(work.batches(train=False)))
+    x, y = next(iter(work.task.batches(train=False)))
     said = work.model.answers(x)
-    losses = work.loss(said.tokens, y, None)
-    torch.testing.assert_close(work.terms(said, y)["total"], losses.mean() + 0.5 * losses[-1])
+    losses = work.learner.loss(said.tokens, y, None)
+    torch.testing.assert_close(work.learner.weighed(said, y)["total"], losses.mean() + 0.5 * losses[-1])
 
 
 def test_full_width_for_a_share(data, tmp_path):
     work = run(data, tmp_path / "run", "stages=(0,0,1)", "full_width=0.5")
-    full = work._sample(3000)["widths"].eq(32).float().mean()
+    full = work.learner.drawn(3000, 0)["widths"].eq(32).float().mean()
     assert abs(full - (0.5 + 0.5 / 3)) < 0.03
-    assert run(data, tmp_path / "all", "stages=(0,0,1)", "full_width=1")._sample(99)["widths"].eq(32).all()
+    assert run(data, tmp_path / "all", "stages=(0,0,1)", "full_width=1").learner.drawn(99, 0)["widths"].eq(32).all()
 
 
 def test_blocks_learn_at_a_rate_of_their_own(data, tmp_path):
@@ -217,8 +219,8 @@ def test_distils(data, teacher, tmp_path, kind):
     assert np.isfinite(numbers[-1]["total"])
     if kind == "soft":  # nothing to learn from itself
         x = torch.randn(4, 3, 32, 32)
-        answers = work.teacher(x, 0)[None].expand(3, -1, -1)
-        assert float(work.loss(answers, torch.zeros(4, dtype=torch.long), answers[0]).abs().max()) < 1e-5
+        answers = work.learner.teacher(x, 0)["logits"][None].expand(3, -1, -1)
+        assert float(work.learner.loss(answers, torch.zeros(4, dtype=torch.long), answers[0]).abs().max()) < 1e-5
 
 
 def test_a_teacher_is_asked_once_where_batches_come_again(data, teacher, tmp_path, monkeypatch):
@@ -329,7 +331,6 @@ def test_bad_recipes(data, tmp_path, setting, said):
 def test_no_teacher_for_a_transformer(data, tmp_path):
     """A run of another kind that is taught by an AdaPerceiver says so."""
     from dwindle.recipes.vision import tiny_test
-    from dwindle.train.loop import Run
 
     dwindle.save(dwindle.AdaPerceiver.preset("tiny", classes=3), tmp_path / "ada")
     with pytest.raises(dwindle.DwindleError, match="is an AdaPerceiver"):
@@ -373,7 +374,7 @@ def test_begins_from_a_vit(data, vit, tmp_path):
         torch.testing.assert_close(block.ffn(x), other.mlp(x), atol=1e-5, rtol=1e-4)
         sizes = block.ffn.fc1.weight.norm(dim=1) * block.ffn.fc2.weight.norm(dim=0)
         assert torch.equal(sizes, sizes.sort(descending=True).values) and block.scale1.eq(1).all()
-    x = work._some_images(8)
+    x = work.task.some(8, 8)
     patches = model.patch_embed(x).flatten(2).mT + model.position
     torch.testing.assert_close(model.embed(x), model.embed_norm(patches), atol=1e-5, rtol=1e-4)
     list(work.epochs())
@@ -387,7 +388,7 @@ def test_begins_from_a_vit(data, vit, tmp_path):
 def test_latents_begin_as_patches(data, vit, tmp_path):
     """Each at its place, as the ViT's first block would meet it but for the four directions of the code of places."""
     work = run(data, tmp_path / "run", f"weights={vit}", "method.ffn_ratio=4.0")
-    model, x = work.model, work._some_images(8)
+    model, x = work.model, work.task.some(8, 8)
     place = _places(model)  # (N,)
     sizes, patches = (model.heads, model.width // model.heads), model.embed(x)
     turn = turns(len(place), sizes[1], model.rope_theta, x)
@@ -426,7 +427,7 @@ def test_rope_turns_what_matters_least(data, vit, tmp_path):
     dwindle.save(other, changed)
     work = run(data, tmp_path / "run", f"weights={changed}", "method.ffn_ratio=4.0")
     model = work.model
-    patches = model.embed(work._some_images(32))
+    patches = model.embed(work.task.some(32, 32))
     turn, attend = model._prepare(model.tokens[-1], patches)
     z = model.read.latents(model.latent, patches, turn)
     for block, theirs in zip(model.blocks, other.vit.blocks):
@@ -461,9 +462,10 @@ def test_teacher_sees_its_own_size(data, vit, tmp_path):
     work = run(data, tmp_path / "run", f"teacher={vit}", "epochs=1")
     x = torch.randn(2, 3, 32, 32)
     large = torch.nn.functional.interpolate(x, size=(48, 48), mode="bicubic", antialias=True)
-    torch.testing.assert_close(work.teacher(x, 0), dwindle.load(vit)(large).logits, atol=1e-5, rtol=1e-4)
+    said = work.learner.teacher(x, 0)["logits"]
+    torch.testing.assert_close(said, dwindle.load(vit)(large).logits, atol=1e-5, rtol=1e-4)
     work = run(data, tmp_path / "next", f"teacher={vit}", "epochs=1", "distill=features")
-    assert work.teacher(x, 0).shape == (2, 16, 32)
+    assert work.learner.teacher(x, 0)["features"].shape == (2, 16, 32)
     list(work.epochs())
 
 
@@ -480,7 +482,7 @@ def test_a_recorded_step_is_the_eager_one(data, vit, tmp_path, mask):
     for compiled in ("false", "true"):
         given = ("resident=true", "amp=false", f"teacher={vit}", f"compile={compiled}", "epochs=6")
         given += (f"method.mask={mask}",)
-        work = AdaRun(changed(ada_tiny_test(), given), str(data), tmp_path / compiled, device="cuda")
+        work = Run(changed(ada_tiny_test(), given), str(data), tmp_path / compiled, device="cuda")
         losses.append([numbers["total"] for numbers in work.epochs()])
-        assert (work.recorded is not None) == (compiled == "true")
+        assert (work.learn.recorded is not None) == (compiled == "true")
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)

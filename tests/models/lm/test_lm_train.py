@@ -12,14 +12,15 @@ import torch
 import dwindle
 from dwindle.errors import DwindleError
 from dwindle.models.lm.load import load_lm, vocabulary_of
-from dwindle.models.lm.train import LMRecipe, LMRun
+from dwindle.models.lm.train import LMRecipe
 from dwindle.recipes.language import tsa_shakespeare_large, tsa_tiny_test
+from dwindle.train.loop import Run
 from dwindle.train.recipe import changed, find_comparison, find_recipe
 
 
 def trained(out, recipe, **options):
-    run = LMRun(recipe, out, device="cpu", **options)
-    return run, list(run.rounds())
+    run = Run(recipe, None, out, device="cpu", **options)
+    return run, list(run.epochs())
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +53,16 @@ def test_bf16_on_a_cpu_learns_as_float32_does(done, tmp_path):
 def test_it_comes_back(done):
     run, _, out = done
     model = dwindle.load(out)
-    assert vocabulary_of(model) == run.text.vocabulary and model.method.penalty == 0.05
-    ids = run.text.val[None, :32].long()
+    assert vocabulary_of(model) == run.task.text.vocabulary and model.method.penalty == 0.05
+    ids = run.task.text.val[None, :32].long()
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, run.model.eval()(ids).logits, atol=0, rtol=0)
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(done, tmp_path):
     whole, rows, _ = done
-    first = LMRun(tsa_tiny_test(), tmp_path / "run", device="cpu")
-    next(first.rounds())
+    first = Run(tsa_tiny_test(), None, tmp_path / "run", device="cpu")
+    next(first.epochs())
     second, rest = trained(tmp_path / "run", tsa_tiny_test(), resume=True)
     assert [row["step"] for row in rest] == [20]
     same = ("task", "loss", "tlops_saved", "loss_soft")
@@ -77,9 +78,9 @@ def test_folders_that_cannot_be_used(done, tmp_path):
         (dataclasses.replace(tsa_tiny_test(), lr=1.0), {"resume": True}, "lr=0.003"),
     ):
         with pytest.raises(DwindleError, match=said):
-            LMRun(recipe, out, device="cpu", **options)
+            Run(recipe, None, out, device="cpu", **options)
     with pytest.raises(DwindleError, match="no run to resume"):
-        LMRun(tsa_tiny_test(), tmp_path / "none", device="cpu", resume=True)
+        Run(tsa_tiny_test(), None, tmp_path / "none", device="cpu", resume=True)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_folders_that_cannot_be_used(done, tmp_path):
 )
 def test_settings_that_cannot_work(options, said, tmp_path):
     with pytest.raises(DwindleError, match=said):
-        next(LMRun(dataclasses.replace(tsa_tiny_test(), **options), tmp_path / "run", device="cpu").rounds())
+        next(Run(dataclasses.replace(tsa_tiny_test(), **options), None, tmp_path / "run", device="cpu").epochs())
 
 
 def test_a_run_that_diverges_says_so(tmp_path):
@@ -160,12 +161,12 @@ def test_recorded_training_is_the_same(router, tmp_path, monkeypatch):
         assert what == router
         return replay
 
-    monkeypatch.setattr("dwindle.models.lm.train.record", record)
+    monkeypatch.setattr("dwindle.train.step.record", record)
     recipe = dataclasses.replace(tsa_tiny_test(), steps=6, eval_every=3, method=router, method_options={})
     plain, rows = trained(tmp_path / "plain", recipe)
-    fast = LMRun(recipe, tmp_path / "fast", device="cpu")
-    fast.recording = True
-    for one, other in zip(rows, fast.rounds(), strict=True):
+    fast = Run(recipe, None, tmp_path / "fast", device="cpu")
+    fast.learner.recording = True
+    for one, other in zip(rows, fast.epochs(), strict=True):
         assert one["loss"] == other["loss"] and one["task"] == other["task"]
     for one, other in zip(plain.model.parameters(), fast.model.parameters()):
         assert torch.equal(one, other)
@@ -177,9 +178,9 @@ def test_recorded_on_a_gpu(router, tmp_path):
     recipe = dataclasses.replace(tsa_tiny_test(), method=router, method_options={}, amp=False)
     losses = []
     for fast in (False, None):
-        run = LMRun(dataclasses.replace(recipe, compile=fast), tmp_path / str(fast), device="cuda")
-        losses.append([row["loss"] for row in run.rounds()])
-        assert (run.recorded is None) == (fast is False)
+        run = Run(dataclasses.replace(recipe, compile=fast), None, tmp_path / str(fast), device="cuda")
+        losses.append([row["loss"] for row in run.epochs()])
+        assert (run.learn.recorded is None) == (fast is False)
     if router != "Random":  # which draws other numbers
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 

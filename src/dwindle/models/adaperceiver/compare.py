@@ -24,6 +24,7 @@ from ...files import write_text
 from ...io.checkpoint import load
 from ...io.datasets import limit as first
 from ...io.sets import parts_for
+from ...train.loop import Run
 from ...train.state import STATE, defaults, differing
 from ...train.teacher import Answers
 from .grid import between, falls, grid, rows
@@ -32,7 +33,6 @@ from .model import AdaPerceiver
 from .policies import judged, save_policy
 from .recipe import AdaRecipe
 from .settings import Setting
-from .train import AdaRun
 
 ADAPTIVE, POLICIES = "adaptive", "policies"
 
@@ -148,7 +148,7 @@ class AdaCompare(Results):
 
     def _trained(self, recipe: AdaRecipe, name: str) -> tuple[AdaPerceiver, dict[str, Any]]:
         folder = self._folder(name, recipe.seed)
-        run = AdaRun(
+        run = Run(
             recipe,
             self.data,
             folder,
@@ -159,10 +159,10 @@ class AdaCompare(Results):
             resident=self.resident,
             answers=self.answers,
         )
-        self.resident = run.resident
+        self.resident = run.task.resident
         for _ in run.epochs(lambda step, steps, terms: self.tick(name, step, steps)):
             pass
-        run.recorded = None  # its memory, before the next run takes its own
+        run.learn.forget()  # its memory, before the next run takes its own
         # None: it was trained by an earlier call.
         told = {"epochs": recipe.epochs, "seconds_per_epoch": round(run.seconds_per_epoch, 2) or None}
         return self._loaded(folder), told

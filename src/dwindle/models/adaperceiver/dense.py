@@ -27,10 +27,12 @@ from ...io.folders import is_image
 from ...io.images import Preprocess, load_image, open_file
 from ...runtime.dtypes import dtype_of
 from ...settings import Share
+from ...tasks.classify import Classify
+from ...train.learner import Learner
 from .images import preprocess_for
 from .model import AdaPerceiver
 from .recipe import AdaRecipe, Three
-from .train import AdaRun
+from .train import AdaLearner
 
 TASKS = {"segmentation": "masks", "depth": "depths"}
 IGNORED = 255
@@ -155,6 +157,43 @@ def _places(folder: Path, split: str, task: str) -> tuple[Path, Path, bool]:
     )
 
 
+class Dense(Classify):
+    """Images and their targets, cut and flipped together."""
+
+    def _open(self) -> None:
+        kind, source = self.recipe.task, self.source
+        train, held = Scenes(self.data["train"], "train", kind), Scenes(self.data["eval"], "val", kind)
+        if source.limit is not None:
+            train, held = first(train, source.limit), first(held, source.limit)  # type: ignore[assignment]
+        if kind == "segmentation":
+            train.num_classes = held.num_classes = self.recipe.method_options.get("classes") or train.count_classes()
+            train.known = held.known = train.num_classes
+        self.train_images, self.eval_images = train, held
+
+    def _decoded(self) -> None:
+        return None
+
+    def batches(self, train: bool, epoch: int = 0, alike: bool = False) -> Any:
+        scenes: Any = self.train_images if train else self.eval_images
+        scenes.size, scenes.train, scenes.preprocess, scenes.transform = (
+            self.preprocess.size,
+            train,
+            self.preprocess,
+            True,
+        )
+        ready = loader(scenes, self.batch, train, self.recipe.workers, self.recipe.seed)
+        ready.set_epoch(epoch)
+        return ready
+
+
+class Segmentation(Dense, name="segmentation"):
+    pass
+
+
+class DepthMaps(Dense, name="depth"):
+    pass
+
+
 @dataclass
 class DenseRecipe(AdaRecipe):
     """Token loss only (D.3, D.4), on images cut and flipped together with their targets. task: 'segmentation', or
@@ -174,60 +213,38 @@ class DenseRecipe(AdaRecipe):
         if self.teacher is not None or self.mixup or self.cutmix:
             raise DwindleError("Dense prediction learns from its masks alone; leave teacher, mixup and cutmix out.")
 
-    def runner(self) -> Any:
-        return DenseRun
+    def learner(self) -> type[Learner]:
+        return DenseLearner
 
 
-class DenseRun(AdaRun):
-    """As `AdaRun`, on images and masks."""
+class DenseLearner(AdaLearner):
+    """As `AdaLearner`, with an answer for each patch."""
 
     recipe: DenseRecipe
+    task: Any
 
-    def _open(
-        self, eval_data: str | None, limit: int | None, train_images: Any = None, eval_images: Any = None
-    ) -> None:
-        task, self.holdout, self.head_fits = self.recipe.task, {}, True
-        train, held = Scenes(self.data["train"], "train", task), Scenes(self.data["eval"], "val", task)
-        if limit is not None:
-            train, held = first(train, limit), first(held, limit)  # type: ignore[assignment]
-        if task == "segmentation":
-            train.num_classes = held.num_classes = self.recipe.method_options.get("classes") or train.count_classes()
-            train.known = held.known = train.num_classes
-        self.train_images, self.eval_images = train, held
-
-    def _build(self) -> AdaPerceiver:
+    def _build(self, network: Any) -> AdaPerceiver:
         self.recipe.method_options = self.recipe.method_options | {"outputs": "dense"}
-        return super()._build()
-
-    def _resident(self) -> None:
-        return None
-
-    def batches(self, train: bool, epoch: int | None = None, alike: bool = False) -> Any:
-        scenes: Any = self.train_images if train else self.eval_images
-        scenes.size, scenes.train, scenes.preprocess, scenes.transform = self.model.image, train, self.preprocess, True
-        ready = loader(scenes, self.batch, train, self.recipe.workers, self.recipe.seed)
-        ready.set_epoch(self.seen(self.epoch) if epoch is None else epoch)
-        return ready
+        return super()._build(network)
 
     def loss(self, answers: Tensor, y: Tensor, taught: Tensor | None) -> Tensor:
         grid, size = self.model.grid((self.model.image,) * 2), (y.shape[-2], y.shape[-1])
         return torch.stack([task_loss(maps(answer, grid, size), y, self.recipe.task) for answer in answers])
 
     @torch.no_grad()
-    def evaluate(self, layout: str = "packed", model: Any = None) -> dict[str, float]:
+    def evaluate(self, model: AdaPerceiver, **options: Any) -> dict[str, float]:
         """mIoU or RMSE with the most tokens and with the fewest."""
-        model = model or self.best_model
         training = model.training
         model.eval()
         scores = [Score(self.recipe.task, model.classes) for _ in model.tokens]
-        for x, y in self.batches(train=False):
+        for x, y in self.task.batches(train=False):
             answers = model.every(x.to(self.device), depths=[model.depth])[0]
             for score, answer in zip(scores, answers):
                 score.add(maps(answer, model.grid((model.image,) * 2), (y.shape[-2], y.shape[-1])), y.to(self.device))
         model.train(training)
         name, found = scores[0].name, [round(score.value, 4) for score in scores]
-        gmacs = round(model.static_macs() / 1e9, 4)
-        return {name: found[-1], f"{name}_fewest_tokens": found[0], "gmacs": gmacs, "images": len(self.eval_images)}
+        gmacs, images = round(model.static_macs() / 1e9, 4), len(self.task.eval_images)
+        return {name: found[-1], f"{name}_fewest_tokens": found[0], "gmacs": gmacs, "images": images}
 
 
 @torch.inference_mode()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ...errors import DwindleError
 from ...settings import AtLeast0, Inside, Share, check_fields
+from ...train.learner import Learner
 from ...train.recipe import Recipe
+from .train import AdaLearner
 
 IDLE = ("method", "method_lr", "layout", "accumulate", "parallel")  # settings of `Recipe` that nothing here reads
 
@@ -76,10 +78,8 @@ class AdaRecipe(Recipe):
             if not fits:
                 raise DwindleError(f"{given}: it needs {wanted} as well.")
 
-    def runner(self) -> Any:
-        from .train import AdaRun
-
-        return AdaRun
+    def learner(self) -> type[Learner]:
+        return AdaLearner
 
     def ends(self) -> list[int]:
         """The epochs at which the stages end."""

@@ -1,4 +1,4 @@
-"""Training AdaPerceiver (Algorithm 3, D.1-D.2) on the repository's data, batches and atomic state.
+"""AdaPerceiver as it learns (Algorithm 3, D.1-D.2): its stages, what is drawn for a step, and the loss of its answers.
 
 B images, G granularities, L blocks, S answers to one image (G or L of them).
 """
@@ -6,169 +6,118 @@ B images, G granularities, L blocks, S answers to one image (G or L of them).
 from __future__ import annotations
 
 import copy
-import dataclasses
-import math
-import os
-import time
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...core import processes as ranks
+from ...core.model import AdaptiveViT, adapt
 from ...errors import DwindleError
-from ...io.batches import Resident, loader
-from ...io.datasets import Images, check_labels
-from ...io.draws import mix, seeded
+from ...io.checkpoint import load
+from ...io.datasets import check_labels
+from ...io.draws import mix
 from ...io.images import Preprocess
-from ...ops.half import autocast
+from ...methods.static import Static
+from ...tasks.classify import Classify
 from ...train.build import teacher_classes
-from ...train.loop import Run, seed_everything, whole_if_small
-from ...train.record import Recorded, record
-from ...train.state import Claim
-from ...train.step import WORTH_COMPILING, make_mixup
-from ...train.teacher import Answers as TeacherAnswers
-from ...train.teacher import kept_answers
+from ...train.learner import Learner
+from ...train.schedule import cosine, rise
+from ...train.teacher import Teacher
 from .grid import grid
 from .model import AdaPerceiver, Answers
-from .recipe import AdaRecipe
 from .start import begin_from
-from .teacher import Teacher
+
+if TYPE_CHECKING:
+    from .recipe import AdaRecipe
 
 COSINE, MAGNITUDE = 0.9, 0.1  # of the two feature losses (D.1)
+LEAST, LAST = 1e-6, 1e-5  # the learning rate that a stage begins and ends with
 
 
-class AdaRun(Run):
-    """As `Run`, for a network of its own: three stages, each beginning from the average of the one before."""
+class AdaLearner(Learner):
+    """Three stages, each beginning from the average of the one before."""
 
     recipe: AdaRecipe
-    model: Any
-    teacher: Any
-    optimizer: Any
-    recorded: Recorded | None = None
-    inputs: list[str]
+    task: Classify
+    model: AdaPerceiver
+    several = False
+    what = "AdaPerceiver"
 
-    def __init__(
-        self,
-        recipe: AdaRecipe,
-        data: str,
-        out: str | os.PathLike,
-        *,
-        eval_data: str | None = None,
-        device: str | None = None,
-        resume: bool = False,
-        limit: int | None = None,
-        train_images: Images | None = None,
-        eval_images: Images | None = None,
-        resident: dict[str, Resident] | None = None,
-        answers: TeacherAnswers | None = None,
-    ) -> None:
-        self.recipe, self.out = recipe, Path(out)
-        self.data = {"train": data, "eval": eval_data or data}
-        self.given = dataclasses.asdict(recipe) | {"data": data, "eval_data": eval_data, "limit": limit}
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        recipe.check()
-        self.halves = recipe.halves(self.device)
-        if ranks.started() > 1:
-            raise DwindleError(f"AdaPerceiver trains in one process, not {ranks.started()}; start it without torchrun.")
-        self.claim = Claim(self.out, resume)
-        self._open(eval_data, limit, train_images, eval_images)
-        seed_everything(recipe.seed)
-        kept = kept_answers(recipe, answers)
-        self.teacher = None if recipe.teacher is None else Teacher(recipe.teacher, self.device, self.halves, kept)
-        self.model = self._build()
+    def __init__(self, recipe: AdaRecipe, task: Classify, device: torch.device) -> None:
+        super().__init__(recipe, task, device)
+        self.epoch = 0
+        network = self._loaded_teacher()
+        self.model = self._build(network)
         self.model.attention = recipe.attention
-        self.preprocess = whole_if_small(Preprocess(size=self.model.image), self.train_images)
+        task.fit(Preprocess(size=self.model.image))
         if recipe.weights is not None:
-            begin_from(
-                self.model,
-                recipe.weights,
-                self._some_images(),
-                recipe.freeze_backbone,
-                recipe.reinit_from is not None,
-                self.head_fits,
-            )
-        self.model.to(self.device)
+            some, anew = task.some(128, 32), recipe.reinit_from is not None
+            begin_from(self.model, recipe.weights, some, recipe.freeze_backbone, anew, task.head_fits)
+        self.model.to(device)
         if recipe.freeze_backbone:
             _freeze(self.model, recipe.reinit_from)
-        self.resident = self._decoded(resident)
-        self.batch = min(recipe.batch, len(self.train_images))
-        if recipe.mixup or recipe.cutmix:
-            self.batch -= self.batch % 2
-        if not self.batch:
-            least = 2 if recipe.mixup or recipe.cutmix else 1
-            raise DwindleError(f"{len(self.train_images)} training images are too few; give at least {least}.")
-        self.steps_per_epoch = len(self.train_images) // self.batch
-        self.average = self._average()
-        self.sharded = False
-        self.optimizer = self._optimizer()
-        self.schedule = SimpleNamespace(step_update=self._set_rate)
-        images = recipe.epochs * self.steps_per_epoch * self.batch
-        able = self.device.type == "cuda" and images >= WORTH_COMPILING
-        compiled = able if recipe.compile is None else recipe.compile
-        if compiled:
-            # A graph for each kind of stage, and in evaluation for each width, number of tokens and size of batch.
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-            for readout in self.model.readouts:
-                readout.write.compiled = True
-            for block in self.model.blocks:
-                block.compile(dynamic=False)
-            if self.teacher is not None:
-                self.teacher.compiled = True
-        self.learn: Any = SimpleNamespace(bare=SimpleNamespace(compiled=compiled))
-        self.mixup = make_mixup(recipe, self.model.classes)
-        self.epoch, self.step, self.noted, self.seconds_per_epoch = 0, 0, 0, 0.0
-        self.history = []
-        if resume:
-            self._restore()
 
-    def _some_images(self, count: int = 128) -> Tensor:
-        """Prepared as in evaluation."""
-        rows = np.random.default_rng(self.recipe.seed).permutation(len(self.train_images))[:count]
-        some = self.train_images.select(rows)
-        some.transform = self.preprocess.eval_transform()
-        return torch.cat([x for x, _ in loader(some, 32)])
+    def _loaded_teacher(self) -> Any:
+        """The network that `teacher` names: a transformer with nothing halted, or an AdaPerceiver at its largest."""
+        named, names = self.recipe.teacher, ("features",) if self.recipe.distill == "features" else ("logits",)
+        if named is None:
+            return None
+        try:
+            model: Any = load(named)
+        except DwindleError as error:
+            raise DwindleError(f"teacher = {named}: {error}") from error
+        if isinstance(model, AdaptiveViT):
+            network: Any = adapt(model.unwrap(), Static())
+            shape = network.backbone.shape
+            self.teacher = Teacher(network, self.recipe, self.device, names, (shape.image[0], shape.image[1]))
+            self.teacher.prefix, self.teacher.cells = shape.prefix, shape.grid()
+        else:
+            side = (model.image, model.image)
+            self.teacher = Teacher(model, self.recipe, self.device, names, side)
+            self.teacher.cells = model.grid(side)
+        return model
 
-    def _build(self) -> AdaPerceiver:
+    def _build(self, network: Any) -> AdaPerceiver:
+        """network: the teacher, as it was loaded."""
         recipe, teacher = self.recipe, self.teacher
         options = dict(recipe.method_options)
-        options.setdefault("classes", self.train_images.num_classes)
+        options.setdefault("classes", self.task.classes)
         if recipe.image_size:
             options["image"] = recipe.image_size
         if recipe.distill == "features":  # D.1: a dense network whose head, an MLP, predicts the teacher's features
             if teacher is None:
                 raise DwindleError("distill = features needs a teacher; give one with --set teacher=FOLDER.")
-            if not teacher.dense:
+            halting = isinstance(network, AdaptiveViT)
+            if not halting and network.outputs != "dense":
                 raise DwindleError(
                     f"The teacher {recipe.teacher} has no patch features; take a dense one (outputs=dense)."
                 )
-            options |= {"outputs": "dense", "head": "mlp", "classes": teacher.width}
-        model = AdaPerceiver.preset(recipe.model, **options)
-        if recipe.distill == "features":
+            width = network.backbone.shape.width if halting else network.width
+            options |= {"outputs": "dense", "head": "mlp", "classes": width}
+            model = AdaPerceiver.preset(recipe.model, **options)
             teacher.grid = model.grid((model.image, model.image))
             return model
+        model = AdaPerceiver.preset(recipe.model, **options)
         if teacher is not None:
             assert recipe.teacher is not None
-            teacher.rows = teacher_classes(teacher.network, self.train_images, recipe.teacher, self.device)
-        for images in (self.train_images, self.eval_images):
+            teacher.classes = teacher_classes(network, self.task.train_images, recipe.teacher, self.device)
+        for images in self.task.images:
             check_labels(images.labels, model.classes)
         return model
 
-    def _optimizer(self) -> torch.optim.Optimizer:
-        recipe = self.recipe
+    def parameter_groups(self) -> list[dict[str, Any]]:
         kinds: dict[tuple[float, float], list[nn.Parameter]] = {}  # by weight decay and share of the learning rate
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 free = parameter.dim() <= 1 or name.rpartition(".")[2] in ("position", "latent", "output")
-                share = recipe.block_lr if name.startswith("blocks.") else 1.0
-                kinds.setdefault((0.0 if free else recipe.weight_decay, share), []).append(parameter)
-        groups = [{"params": those, "weight_decay": decay, "share": share} for (decay, share), those in kinds.items()]
-        if recipe.optimizer == "adamw":
-            return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.999), fused=self.device.type == "cuda")
+                share = self.recipe.block_lr if name.startswith("blocks.") else 1.0
+                kinds.setdefault((0.0 if free else self.recipe.weight_decay, share), []).append(parameter)
+        return [{"params": those, "weight_decay": decay, "share": share} for (decay, share), those in kinds.items()]
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        if self.recipe.optimizer == "adamw":
+            return super().optimizer()
         try:
             from pytorch_optimizer import SOAP
         except ImportError as error:
@@ -176,102 +125,57 @@ class AdaRun(Run):
                 "optimizer = soap needs the package pytorch-optimizer; install dwindle[soap], or take adamw."
             ) from error
         soap = {"precondition_frequency": 100, "max_precondition_dim": 8192}  # D.1
-        return SOAP(groups, lr=recipe.lr, betas=(0.9, 0.999), **soap)
+        return SOAP(self.parameter_groups(), lr=self.recipe.lr, betas=(0.9, 0.999), **soap)
+
+    def compile(self) -> None:
+        super().compile()
+        self.task.compiled = True
+        # A graph for each kind of stage, and in evaluation for each width, number of tokens and size of batch.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        for readout in self.model.readouts:
+            readout.write.compiled = True  # type: ignore[union-attr]
+        for block in self.model.blocks:
+            block.compile(dynamic=False)
 
     @property
     def stage(self) -> int:
         """0: tokens; 1: and depths; 2: and widths."""
         return next((i for i, end in enumerate(self.recipe.ends()) if self.epoch < end), 2)
 
-    def _set_rate(self, step: int) -> None:
-        """Each stage warms up and falls by a cosine of its own; without `restart` there is one for all."""
-        recipe, stage = self.recipe, self.stage if self.recipe.restart else 0
-        ends = [0, *(end * self.steps_per_epoch for end in (recipe.ends() if recipe.restart else [recipe.epochs]))]
-        at, total = step - ends[stage], max(ends[stage + 1] - ends[stage], 1)
-        warm = min(int(recipe.warmup_epochs * self.steps_per_epoch), total // 2)
-        peak = recipe.lr * recipe.stage_lr[stage]
-        if at < warm:
-            rate = 1e-6 + (peak - 1e-6) * at / warm
-        else:
-            low = min(1e-5, peak)
-            rate = low + (peak - low) * (1 + math.cos(math.pi * min((at - warm) / max(total - warm, 1), 1.0))) / 2
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["share"]
-
-    def _begin_stage(self) -> None:
-        """D.1: from the averaged weights of the stage before; the optimiser begins anew."""
+    def begin_epoch(self, run: Any) -> None:
+        """D.1: a stage begins from the averaged weights of the one before, and with a new optimiser."""
+        self.epoch = run.epoch
         starts = [0, *self.recipe.ends()][:3]
         if self.recipe.restart and self.epoch and self.epoch == starts[self.stage]:
-            if self.average:
-                self.model.load_state_dict(self.average.module.state_dict())
-            self.optimizer = self._optimizer()
+            if run.average:
+                self.model.load_state_dict(run.average.module.state_dict())
+            run.optimizer = self.optimizer()
 
-    def _train_epoch(self, tick: Any) -> dict[str, float]:
-        self._begin_stage()
-        self.model.train()
-        begin, total_steps = time.perf_counter(), self.recipe.epochs * self.steps_per_epoch
-        sums: dict[str, Tensor] = {}
-        for x, y in self.batches(train=True):
-            self._set_rate(self.step)
-            terms = self._step(x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True))
-            for name, value in terms.items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + value
-            if tick:
-                tick(self.step, total_steps, terms)
-        means = {name: float(value) / self.steps_per_epoch for name, value in sums.items()}
-        self.seconds_per_epoch = time.perf_counter() - begin
-        if not np.isfinite(means["total"]):
-            raise DwindleError(f"The loss became {means['total']} in epoch {self.epoch + 1}; lower lr.")
-        return means | {"lr": self.optimizer.param_groups[0]["lr"], "stage": float(self.stage + 1)}
+    def rate(self, step: int, group: dict[str, Any]) -> float:
+        """Each stage warms up and falls by a cosine of its own; without `restart` there is one for all."""
+        recipe, stage, each = self.recipe, self.stage if self.recipe.restart else 0, self.task.steps_per_epoch
+        ends = [0, *(end * each for end in (recipe.ends() if recipe.restart else [recipe.epochs]))]
+        at, total = step - ends[stage], max(ends[stage + 1] - ends[stage], 1)
+        warm = min(int(recipe.warmup_epochs * each), total // 2)
+        peak = recipe.lr * recipe.stage_lr[stage]
+        rate = rise(at, warm, LEAST, peak) if at < warm else cosine(at - warm, total - warm, peak, min(LAST, peak))
+        return rate * group["share"]
 
-    def _step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        if self.mixup is not None:
-            with seeded(self.recipe.seed, self.seen_step):
-                x, y = self.mixup(x, y)
-                y = y.to(x.device)
-        given = {"x": x, "y": y, "taught": self._taught(x)} | self._sample(len(x))
-        terms = self._gradients({name: value for name, value in given.items() if value is not None})
-        if self.recipe.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
-        self.optimizer.step()
-        self.step += 1
-        if self.average:
-            self.average.update(self.model, step=self.step)
-        return terms
+    def row(self, seconds: float, steps: int) -> dict[str, float]:
+        return {"stage": float(self.stage + 1)}
 
-    def _gradients(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        if not (self.learn.bare.compiled and self.device.type == "cuda"):
-            self.optimizer.zero_grad(set_to_none=True)
-            return self.backward(**given)
-        if self.recorded is None or self.inputs != list(given):  # a stage may need other inputs than the one before
-            self.recorded, self.inputs = None, list(given)
+    def inputs(self, x: Tensor, y: Tensor, step: int, seen: int) -> dict[str, Tensor]:
+        x, y = self.task.mixed(x, y, seen)
+        given = {"x": x, "y": y}
+        if self.teacher is not None:
+            (given["taught"],) = self.teacher(x, seen, self.recording).values()
+        return given | self.drawn(len(x), step)
 
-            def backward(*values: Tensor) -> dict[str, Tensor]:
-                return self.backward(**dict(zip(given, values)))
-
-            self.recorded = record(backward, self.model, *given.values(), what="AdaPerceiver")
-        return self.recorded(*given.values())
-
-    def backward(
-        self,
-        x: Tensor,
-        y: Tensor,
-        taught: Tensor | None = None,
-        widths: Tensor | None = None,
-        sampled: Tensor | None = None,
-        drawn: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """Leaves gradients on the parameters, and returns the terms."""
-        with autocast(self.device, self.halves):
-            terms = self.terms(self.model.answers(x, widths, sampled, drawn), y, taught, drawn)
-        terms["total"].backward()
-        return {name: value.detach().float() for name, value in terms.items()}
-
-    def _sample(self, count: int) -> dict[str, Tensor]:
+    def drawn(self, count: int, step: int) -> dict[str, Tensor]:
         """A width per image and a granularity per depth, as the stage asks, and the steps of an open mask; a function
         of (seed, step).
         """
-        draw, model = torch.Generator().manual_seed(mix(self.recipe.seed, self.step)), self.model
+        draw, model = torch.Generator().manual_seed(mix(self.recipe.seed, step)), self.model
 
         def there(value: Tensor) -> Tensor:
             # From pinned memory a copy does not wait for the steps before.
@@ -296,12 +200,18 @@ class AdaRun(Run):
             found["widths"] = of(torch.tensor(choices), count, self.recipe.full_width)
         return found
 
-    def terms(
-        self, answers: Answers, y: Tensor, taught: Tensor | None = None, drawn: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def terms(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Algorithm 3: means over images and granularities (of an open mask those drawn), and over depths at weight
         l / L.
         """
+        drawn = inputs.get("drawn")
+        answers = self.model.answers(inputs["x"], inputs.get("widths"), inputs.get("sampled"), drawn)
+        return self.weighed(answers, inputs["y"], inputs.get("taught"), drawn)
+
+    def weighed(
+        self, answers: Answers, y: Tensor, taught: Tensor | None = None, drawn: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The terms of these answers."""
         recipe = self.recipe
         losses = self.loss(answers.tokens, y, taught)  # (G,), the most tokens last
         terms = {"tokens": losses.mean() if drawn is None else (losses * drawn).sum() / drawn.sum()}
@@ -312,9 +222,6 @@ class AdaRun(Run):
             terms["depths"] = (weights * losses).mean()
             terms["total"] = terms["total"] + recipe.depth_weight * terms["depths"]
         return terms | {"cost": torch.ones((), device=y.device)}
-
-    def _taught(self, x: Tensor) -> Tensor | None:
-        return None if self.teacher is None else self.teacher(x, self.seen_step)
 
     def loss(self, answers: Tensor, y: Tensor, taught: Tensor | None) -> Tensor:
         """(S,) of answers (S, B, ...), each a mean over images."""
@@ -338,19 +245,11 @@ class AdaRun(Run):
             total = total + recipe.teacher_weight * told.view(count, -1).mean(-1)
         return total
 
-    def _meet_budget(self) -> None:
-        """The setting is chosen when the network runs; there is none to hold."""
-
-    @property
-    def best_model(self) -> Any:
-        return self.average.module if self.average else self.model
-
-    def evaluate(self, layout: str = "packed", model: Any = None) -> dict[str, float]:
+    def evaluate(self, model: AdaPerceiver, **options: Any) -> dict[str, float]:
         """Top-1 of the largest setting, and of it with each axis at its smallest (depth: half)."""
         if self.recipe.distill == "features":
             return {}
-        model = model or self.best_model
-        found = grid(model, self.batches(train=False), device=self.device, amp=self.recipe.amp)
+        found = grid(model, self.task.batches(train=False), device=self.device, amp=self.recipe.amp)
         top1 = 100 * found.correct.double().mean(-1)  # (W, L, G)
         half = (model.depth + 1) // 2 - 1
         return {

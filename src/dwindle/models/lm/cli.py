@@ -37,6 +37,7 @@ from ...show.terminal import (
     show_table,
     ticking,
 )
+from ...train.loop import Run
 from .bench import bench_lm, compilable
 from .compare import LMCompare, LMComparison, markdown, summarised
 from .evaluate import evaluate as measure
@@ -45,7 +46,7 @@ from .figures import figures
 from .generate import generate as write
 from .load import load_lm, own_text, vocabulary_of
 from .text import Vocabulary, open_text
-from .train import LMRecipe, LMRun
+from .train import LMRecipe
 from .view import page
 
 TOLD = ("name", "seed", "loss", "loss_soft", "tau", "tlops_saved", "macs_saved", "controls", "train_tokens_per_s")
@@ -81,15 +82,15 @@ def train(
     _only_for_images(**images)
     recipe = recipe if data is None else dataclasses.replace(recipe, data=data)
     out = out or Path("runs") / name
-    run = LMRun(recipe, out, device=device_for(device), resume=resumes(resume, out))
+    run = Run(recipe, None, out, device=device_for(device), resume=resumes(resume, out))
     with progress_bar() as bar:
         task = bar.add_task("training", total=recipe.steps, completed=run.step)
 
-        def tick(step: int, terms: dict[str, Any]) -> None:
+        def tick(step: int, steps: int, terms: dict[str, Any]) -> None:
             if step % 20 == 0:  # reading a number off the GPU waits for it
                 bar.update(task, description=f"loss {float(terms['task']):.3f}", completed=step)
 
-        for numbers in run.rounds(tick):
+        for numbers in run.epochs(tick):
             shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k not in ("step", "total"))
             aside.print(f"step {int(numbers['step'])}  {shown}")
     finish({"out": str(out), **(run.history[-1] if run.history else {})})

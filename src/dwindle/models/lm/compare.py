@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...experiments.results import Results, machine, read_result, slug
 from ...files import write_text
+from ...train.loop import Run
 from ...train.state import STATE
 from .bench import bench_lm, compilable
 from .evaluate import calibrate, evaluate
@@ -27,7 +28,7 @@ from .execute import AdaptiveLM
 from .load import load_lm
 from .routing import Control
 from .text import Text, open_text
-from .train import LMRecipe, LMRun
+from .train import LMRecipe
 
 STATIC = "static"
 LEAST = 0.01  # of token-layer operations; less saved is nothing to match
@@ -148,10 +149,10 @@ class LMCompare(Results):
         yield read_result(path)
 
     def _trained(self, recipe: LMRecipe, folder: Path, name: str) -> tuple[AdaptiveLM, dict[str, Any]]:
-        run = LMRun(recipe, folder, device=self.device, resume=(folder / STATE).exists(), text=self.text)
-        for _ in run.rounds(lambda step, terms: self.tick(name, step, recipe.steps) if self.tick else None):
+        run = Run(recipe, None, folder, device=self.device, resume=(folder / STATE).exists(), opened=self.text)
+        for _ in run.epochs(lambda step, steps, terms: self.tick(name, step, steps) if self.tick else None):
             pass
-        run.recorded = None  # its memory, before the next run takes its own
+        run.learn.forget()  # its memory, before the next run takes its own
         speed = {"train_loss": run.history[-1]["task"], "train_tokens_per_s": run.history[-1]["train_tokens_per_s"]}
         return load_lm(folder).to(run.device), speed
 

@@ -1,0 +1,165 @@
+"""A wrapped vision transformer that learns: its backbone and method from the recipe, its loss from `AdaptiveViT`."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.cost import budget_share
+from ..core.model import AdaptiveViT, adapt
+from ..errors import DwindleError
+from ..evaluate.evaluate import calibrate, evaluate
+from ..io.checkpoint import load_as
+from ..io.images import Preprocess
+from ..methods import Method
+from ..methods.static import Static
+from .build import build_vit, parameter_groups, teacher_classes
+from .learner import Learner
+from .schedule import cosine, rise
+from .teacher import Teacher, fast
+
+if TYPE_CHECKING:
+    from ..tasks.classify import Classify
+    from .recipe import Recipe
+
+log = logging.getLogger("dwindle")
+LEAST = 1e-6  # the learning rate that a run begins and ends with
+
+
+class ViTLearner(Learner):
+    recipe: Recipe
+    task: Classify
+    model: AdaptiveViT
+
+    def __init__(self, recipe: Recipe, task: Classify, device: torch.device) -> None:
+        super().__init__(recipe, task, device)
+        vit = build_vit(recipe, task.classes)
+        if not task.head_fits:
+            vit.reset_classifier(task.classes)
+        method = recipe.make_method()
+        self.teacher = self._teacher(vit, method)
+        self.model = adapt(vit, method).to(device)
+        preprocess, patch = Preprocess.of(vit), self.model.backbone.shape.patch
+        if any(preprocess.size % side for side in patch):
+            raise DwindleError(
+                f"image_size = {preprocess.size} is no multiple of the patch size, {patch[0]} x {patch[1]}; give one "
+                "that is."
+            )
+        if recipe.freeze_backbone:
+            self.model.vit.requires_grad_(False)
+        task.fit(preprocess)
+        self.named: list[str] = []  # the terms, once there were any
+
+    @property
+    def name(self) -> str:
+        return type(self.model.method).__name__
+
+    def _teacher(self, vit: nn.Module, method: Method) -> Teacher | None:
+        """The backbone as it is now, or a checkpoint's; with nothing halted either way."""
+        named, rows = self.recipe.teacher, None
+        if named is None:
+            return None
+        if named == "static":
+            if not self.task.head_fits:
+                raise DwindleError(
+                    f"teacher = static: the head of {self.recipe.weights} has other classes than the data, so it "
+                    "begins anew and has nothing to teach; train without a teacher first."
+                )
+            taught: Any = copy.deepcopy(vit)
+        else:
+            try:
+                model = load_as(AdaptiveViT, named)
+            except DwindleError as error:
+                raise DwindleError(f"teacher = {named}: {error}") from error
+            rows = teacher_classes(model, self.task.train_images, named, self.device)
+            taught = model.unwrap()
+        asked = {"attention": method.asks_attention, "features": method.asks_features}
+        names = ("logits", *(name for name, wanted in asked.items() if wanted))
+        teacher = Teacher(adapt(taught, Static(attention=method.asks_attention)), self.recipe, self.device, names)
+        teacher.classes = rows
+        return teacher
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        return parameter_groups(self.model, self.recipe)
+
+    def worth_compiling(self) -> bool:
+        able = not self.sharded and self.recipe.layout == "masked" and importlib.util.find_spec("triton") is not None
+        return super().worth_compiling() and (able or self.recipe.compile is True)
+
+    def compile(self) -> None:
+        super().compile()
+        self.task.compiled = True
+
+    def rate(self, step: int, group: dict[str, Any]) -> float:
+        total = self.task.steps
+        warmup = min(int(self.recipe.warmup_epochs * self.task.steps_per_epoch), total // 2)
+        if step < warmup:
+            return rise(step, warmup, LEAST, group["peak"])
+        return cosine(step, total, group["peak"], LEAST)
+
+    def begin_step(self, progress: float) -> None:
+        self.model.method.progress = progress
+
+    def inputs(self, x: Tensor, y: Tensor, step: int, seen: int) -> dict[str, Tensor]:
+        x, y = self.task.mixed(x, y, seen)
+        if self.teacher is None:
+            return {"x": x, "y": y}
+        said = self.teacher(x, seen, self.recording)
+        return {"x": x, "y": y} | {f"teacher_{name}": value for name, value in said.items()}
+
+    def weights(self) -> Tensor:
+        """Of the terms, in their order: they are brought in over time."""
+        weights = torch.zeros(32)
+        given = self.model.weights(self.recipe.label_weight, self.recipe.teacher_weight)
+        weights[: len(self.named)] = torch.tensor([given[name] for name in self.named])
+        return weights
+
+    def terms(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        model, teacher, recipe, x = self.model, self.teacher, self.recipe, inputs["x"]
+        with fast(model, self.compiled):
+            out = model(x, layout=recipe.layout)
+        taught = None
+        if teacher is not None:
+            taught = teacher.output({name: inputs[f"teacher_{name}"] for name in teacher.names}, x)
+        terms = model.loss(
+            out,
+            inputs["y"],
+            taught,
+            label_weight=recipe.label_weight,
+            teacher_weight=recipe.teacher_weight,
+            weights=inputs.get("weights"),
+            distill=recipe.distill,
+            temperature=recipe.teacher_temperature,
+            label_smoothing=recipe.smoothing,
+        )
+        self.named = [name for name in terms if name != "total"]
+        return terms | {"cost": model.cost(out.trace)}
+
+    def end_step(self, terms: dict[str, Tensor]) -> None:
+        self.model.method.hold_budget(terms["cost"])
+
+    def finish(self, models: list[nn.Module]) -> None:
+        """Take up what is left between the budget asked for and the one held while training."""
+        budget = getattr(self.model.method, "budget", None)
+        if budget is None:
+            return
+        images = self.task.typical()
+        for model in models:
+            assert isinstance(model, AdaptiveViT)
+            goal, reached = budget_share(budget, model.backbone.shape), calibrate(model, images, budget)
+            if abs(reached / goal - 1) > 0.02:
+                log.warning(
+                    "asked for %.3f of the static cost, reached %.3f: the method cannot go there", goal, reached
+                )
+
+    def evaluate(self, model: AdaptiveViT, layout: str = "packed", **options: Any) -> dict[str, float]:
+        """On the evaluation images, each counted once by one of the processes."""
+        # Sharded weights are gathered block by block: no process may leave out a block the others compute.
+        layout = "masked" if self.sharded else layout
+        batches = self.task.batches(train=False)
+        return evaluate(model, batches, layout=layout, device=self.device, lockstep=self.sharded)
