@@ -259,6 +259,19 @@ def test_readme_links_lead_somewhere() -> None:
         assert link.startswith("http") or (ROOT / link).exists(), link
 
 
+@pytest.mark.parametrize("name", [name for name in PAGES if name not in HISTORY])
+def test_names_of_ours_resolve(name: str) -> None:
+    """`dwindle.io.images.load_image`, in a sentence or in the reference, is there."""
+    text = PAGES[name].read_text()
+    keys = {"dwindle.preprocess"}  # of an exported file's metadata
+    for dotted in {*re.findall(r"`(dwindle(?:\.\w+)+)", text), *re.findall(r"^::: (\S+)", text, re.MULTILINE)} - keys:
+        found: Any = dwindle
+        for place, part in enumerate(dotted.split(".")[1:], 2):
+            if not hasattr(found, part):
+                importlib.import_module(".".join(dotted.split(".")[:place]))
+            found = getattr(found, part)
+
+
 @pytest.mark.parametrize(
     "name", [name for name in PAGES if name not in (*HISTORY, "docs/cpu.md", "docs/reading_order.md")]
 )
