@@ -159,7 +159,7 @@ def test_stochastic_depth_drops_whole_images_in_a_pack():
     images = torch.randn(64, 3, 32, 32)
     with torch.no_grad():
         start, block = model.backbone.embed(images), vit.blocks[1]
-        from dwindle.core.tokens import Packed
+        from dwindle.core.packed import Packed
 
         after = model.backbone.run(block, Packed.start(start, 1)).x.unflatten(0, (64, -1))
     changed = (after - start).abs().amax(-1) > 0  # (B, N)

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dwindle.core.masked import Masked
-from dwindle.core.tokens import Packed, Probed
+from dwindle.core.packed import Packed
+from dwindle.core.tokens import Probed
 from dwindle.ops.merging import Merge, merge_ref, nearest_ref
 from dwindle.runtime.padded import Padded
 

@@ -11,7 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import dwindle
-from dwindle.core.tokens import Packed
+from dwindle.core.packed import Packed
 from dwindle.evaluate.bench import forced_depths
 from dwindle.ops.linear import MKL, OneDNN, Packs, _works, available, library, linear_ref, maker, room
 from dwindle.ops.patches import cut_by_matmul, cutting, embed_patches

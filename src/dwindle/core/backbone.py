@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import DwindleError
 from ..ops.int8 import Int8Linear
+from .packed import Packed
 from .registry import discover
-from .tokens import Packed, Probe, Probed, Tokens
+from .tokens import Probe, Probed, Tokens
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class BlockParts:
 
 
 def activation_name(module: Any) -> str | None:
-    """As the kernels call it; None if it is none of theirs, or a user's class."""
+    """The activation's name in the kernels; None if they have none, or if it is a user's class."""
     if type(module) is nn.GELU:
         return "gelu" if module.approximate == "none" else "gelu_tanh"
     if not _of_a_library(type(module)):
@@ -302,13 +303,13 @@ class _Run:
     def __init__(self, tokens: Tokens, probe: Probe) -> None:
         self.tokens, self.probe = tokens, probe
         self.neuron: Tensor | None = None
-        self.looked = Probed()  # of attention
+        self.of_attention = Probed()  # what the probe asks of attention
         self.called = False  # the block's own forward ran
         self.attended = False
 
     @property
     def probed(self) -> Probed:
-        return Probed(self.neuron, self.looked.attention, self.looked.keys)
+        return Probed(self.neuron, self.of_attention.attention, self.of_attention.keys)
 
     def calling(self, block: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
         """The block's forward as part of this run."""
@@ -363,7 +364,7 @@ class _Core(TorchFunctionMode):
                 "This model masks its own attention, and only plain bidirectional attention can be adapted; give a "
                 "model without a mask."
             )
-        self.work.looked = self.work.tokens.look(self.work.probe, q, k, scale)
+        self.work.of_attention = self.work.tokens.look(self.work.probe, q, k, scale)
         return self.work.tokens.attend(q, k, v, dropout_p=dropout_p, scale=scale)
 
 

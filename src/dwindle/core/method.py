@@ -41,20 +41,20 @@ class Verdict:
 
 
 class Method(nn.Module):
-    """Constructor arguments are the configuration and are kept under their own names; what each may be, its annotation
-    says and `checked` sees to. Parameters and buffers are the only tensors here: values per token travel in
-    `tokens.notes`."""
+    """Constructor arguments are the configuration and are kept under their own names. The annotation of each says what
+    it may be, and `checked` refuses the rest. Parameters and buffers are the only tensors here: values per token are
+    in `tokens.notes`."""
 
     registry: ClassVar[dict[str, type[Method]]] = {}
     paper: ClassVar[str] = ""
-    # The attribute that sets the cost after training, its cheapest and its dearest value.
+    # The attribute that sets the cost after training, the cheapest and the dearest of its values.
     operating_point: tuple[str, float, float] | None = None
     renamed: ClassVar[dict[str, str]] = {}  # options as older checkpoints call them, and what they are called
-    per_image_point: bool = False  # it asks `operating_value`, so each image of a batch may have its own
+    per_image_point: bool = False  # it reads `operating_value`, so each image of a batch may have its own
     keeps_prefix: bool = False  # all prefix tokens go on to the end, unless other depths are forced
     asks_attention: bool = False  # its losses read the teacher's attention
     asks_features: bool = False  # and its features
-    needs_training: ClassVar[bool] = True  # what it decides before means nothing
+    needs_training: ClassVar[bool] = True  # its decisions mean nothing before it has been trained
     trained: bool = False  # it has been in training, here or before it was loaded
     held: bool = False  # so has its budget
     told: bool = False  # that one of these is not so
@@ -83,9 +83,9 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
-        """The method's own loss terms, unweighted. `teacher` is what a static model said of the batch, with its
-        attention in the trace if `asks_attention` (in training its mean over blocks, at each of them), and
-        its features if `asks_features`."""
+        """The method's own loss terms, unweighted. `teacher` is a static model's output for the batch, with its
+        attention in the trace if `asks_attention` (in training the mean over blocks, at each of them), and its
+        features if `asks_features`."""
         return {}
 
     def exit_weights(self, trace: Trace) -> Tensor | None:
@@ -98,7 +98,7 @@ class Method(nn.Module):
         return {}
 
     def hold_budget(self, cost: Tensor) -> None:
-        """After each training batch, with its cost as a share of the static model's: move what holds a budget."""
+        """After each training batch, which cost this share of the static model's: move what holds the budget."""
 
     def operating_value(self, tokens: Tokens, name: str) -> Any:
         """The method's setting `name`; on rows, where it is the operating point and each image was given its own."""
@@ -111,7 +111,7 @@ class Method(nn.Module):
         return torch.zeros_like(tokens)
 
     def tell_unready(self) -> None:
-        """Say once, when asked, that it has learnt nothing yet, or does not keep the budget it was given."""
+        """Warn once that the method has learnt nothing yet, or does not keep the budget it was given."""
         if self.told or not self.needs_training or torch.compiler.is_compiling():
             return
         name, budget = type(self).__name__, getattr(self, "budget", None)
@@ -138,7 +138,7 @@ class Method(nn.Module):
 
     @classmethod
     def from_config(cls, options: dict[str, Any]) -> Self:
-        """Made anew from a saved `config`, also of a version that called an option otherwise."""
+        """The method of a saved `config`, also of a version in which options had other names."""
         return cls(**{cls.renamed.get(name, name): value for name, value in options.items()})
 
     def extra_repr(self) -> str:
@@ -173,7 +173,7 @@ def require(condition: bool, given: str, expected: str) -> None:
 
 
 def check_stages(stages: tuple[int, ...], shape: Shape) -> None:
-    """Somebody must be left to decide about, and a block to save."""
+    """A decision needs a block before it, and saves something only if a block follows."""
     fits = bool(stages) and stages[0] >= 1 and stages[-1] <= shape.blocks - 1
     require(fits, f"stages = {stages}", f"tokens leave after blocks 1..{shape.blocks - 1} of this backbone")
 
@@ -181,7 +181,7 @@ def check_stages(stages: tuple[int, ...], shape: Shape) -> None:
 def log_gaussian(centre: Tensor, blocks: int, sigma: float) -> Tensor:
     """AHT-ViT Eq. 3: log P(l), P proportional to exp(-(l - centre)^2 / (2 sigma^2)) over l = 1..L, on a new first axis.
 
-    A plan that lies far off has a probability too small for floating point, and a logarithm that is not.
+    In logarithms, as a plan that lies far off has a probability too small for floating point.
     """
     layers = torch.arange(1, blocks + 1, device=centre.device, dtype=centre.dtype)
     layers = layers.view(-1, *[1] * centre.dim())
@@ -189,9 +189,10 @@ def log_gaussian(centre: Tensor, blocks: int, sigma: float) -> Tensor:
 
 
 def halting_verdict(tokens: Tokens, before: Tensor, score: Tensor, keep: Tensor) -> Verdict:
-    """ACT's and A-ViT's Eq. 6-7: who goes on gives its score, who stops the remainder, as its share of the result."""
+    """ACT's and A-ViT's Eq. 6-7: this state's share in a token's result is the token's score if it goes on, and the
+    remainder if it stops."""
     remainder = (1 - before).clamp_min(0)  # Eq. 6
-    # Eq. 7. Who is kept past a sum of 1 (class token, raised threshold, forced depth) has no probability left to give.
+    # Eq. 7. A token kept past a sum of 1 (class token, raised threshold, forced depth) has no probability left.
     probability = torch.where(keep, torch.minimum(score, remainder), remainder)
     return Verdict(keep, weight=probability.to(tokens.x.dtype), record={"score": score, "remainder": remainder})
 
@@ -206,7 +207,7 @@ def ponder_cost(trace: Trace) -> Tensor:
 def surviving(hazard: Tensor) -> Tensor:
     """prod_{j <= l} (1 - h_j) over the first axis.
 
-    By logarithms: the backward pass of cumprod asks the GPU whether there are zeros, and waits for the answer.
+    By logarithms: the backward pass of cumprod looks for zeros on the GPU, and waits for the answer.
     """
     return (1 - hazard).clamp_min(1e-12).log().cumsum(0).exp()
 
@@ -215,7 +216,7 @@ def halting_distribution(scores: Tensor, live: Tensor, kind: str = "act") -> Ten
     """(L, B, N) scores h of live tokens -> (L, B, N) probability that a token halts exactly at l; sums to 1 over l.
 
     'act' (A-ViT Eq. 6-7): p_l = h_l below the exit N, and the remainder 1 - sum h at N.
-    'hazard': h_l is the chance to halt at l for who came so far, p_l = h_l prod_{j<l} (1 - h_j), what is left at N.
+    'hazard': h_l is the chance to halt at l of a token that came so far, p_l = h_l prod_{j<l} (1 - h_j), the rest at N.
     """
     live_f = live.to(scores.dtype)
     last = live_f - torch.cat([live_f[1:], torch.zeros_like(live_f[:1])])  # 1 at the exit layer

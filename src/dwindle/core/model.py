@@ -16,8 +16,9 @@ from .backbone import Backbone, backbone_of
 from .cost import static_macs, trace_macs
 from .masked import Masked
 from .method import Method
+from .packed import Packed
 from .registry import family_of
-from .tokens import Packed, Tokens
+from .tokens import Tokens
 from .trace import Trace
 
 if TYPE_CHECKING:

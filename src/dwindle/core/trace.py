@@ -12,7 +12,7 @@ from .tokens import Tokens, Where
 
 @dataclass(repr=False)
 class Trace:
-    """Filled by the loop: for each block who was live in it, and the values the method wrote down there."""
+    """Filled by the loop: for each block which tokens were live in it, and the values that the method recorded."""
 
     shape: tuple[int, int]  # B, N
     prefix: int
@@ -54,9 +54,9 @@ class Trace:
         pairs = zip(self.lives, self.values)
         return self._stack([w.dense_rows(v[name], fill) if name in v else empty for w, v in pairs], fill)
 
-    def _stack(self, sheets: list[Tensor], fill: float) -> Tensor:
-        """One sheet per block, also for those that found nobody left to compute."""
-        return torch.stack([*sheets, *[torch.full_like(sheets[0], fill)] * (self.blocks - len(sheets))])
+    def _stack(self, dense: list[Tensor], fill: float) -> Tensor:
+        """One dense (B, N) per block, also for blocks that were not run because no token was live."""
+        return torch.stack([*dense, *[torch.full_like(dense[0], fill)] * (self.blocks - len(dense))])
 
     @property
     def scores(self) -> Tensor:
@@ -79,7 +79,7 @@ class Trace:
 
     @property
     def mean_depth(self) -> Tensor:
-        """(B,) mean over the tokens of each image, of those it was given: others of its batch may have more."""
+        """(B,) mean over the tokens that each image was given: other images of the batch may have more."""
         depth = self.depth
         return depth.sum(-1) / (depth > 0).sum(-1).clamp_min(1)
 

@@ -22,8 +22,8 @@ class Confidence(Method):
 
     def __init__(self, threshold: Share = 0.9, min_depth: int = 1, supervision: Supervision = "linear") -> None:
         """
-        threshold: an image stops when max softmax exceeds it; 1 stops nobody.
-        min_depth: nobody stops before this block.
+        threshold: an image stops when max softmax exceeds it; at 1 none stops.
+        min_depth: no image stops before this block.
         supervision: weights of the depths in the task loss, 'linear' (in proportion to the depth) or 'uniform'.
         """
         super().__init__()

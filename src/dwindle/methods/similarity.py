@@ -37,9 +37,9 @@ class Similarity(Method):
         supervision: Supervision = "linear",
     ) -> None:
         """
-        threshold: an image stops when the distance of its last two answers is below it; 0 stops nobody.
+        threshold: an image stops when the distance of its last two answers is below it; at 0 none stops.
         kind: distance of the logits, 'mse' (mean squared difference) or 'cosine' (1 - cosine).
-        min_depth: nobody stops before this block; two answers are there from block 2 on.
+        min_depth: no image stops before this block; there are two answers to compare from block 2 on.
         supervision: weights of the depths in the task loss, 'linear' (in proportion to the depth) or 'uniform'.
         """
         super().__init__()
@@ -60,7 +60,7 @@ class Similarity(Method):
         before, tokens.notes["before"] = tokens.notes.get("before"), tokens.x
         if before is None or not self.decides(depth):
             return Verdict(tokens.decide(depth, None))
-        # Notes live on rows, where a state is smaller than an answer: the state is kept, and read again.
+        # Notes are per row, and a state is smaller than an answer: so the state is kept and read again.
         answer, earlier = tokens.read(), replace(tokens, x=before).read()
         distance = tokens.per_image(self.distance(wide(answer), wide(earlier)))
         keep = distance >= self.operating_value(tokens, "threshold")

@@ -17,7 +17,7 @@ from ..settings import Budget, Within
 
 
 class ToMe(Method):
-    """After every block the most alike pairs of tokens become one, their mean by the patches each stands for.
+    """After every block the most alike pairs of tokens become one, their mean by the number of patches each is made of.
 
     Merging follows the block; in the paper it stands between attention and MLP. The MLP of the tokens about to be
     merged is computed and counted.

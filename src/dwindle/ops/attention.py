@@ -37,8 +37,8 @@ def attend_masked(
     scale: float | None = None,
 ) -> Tensor:
     """Every row (B, H, N, E) attends to the live rows of its image. bias: added to a key's scores (a gate e^bias)."""
-    # An image with nobody left would be a softmax over nothing, NaN also in the backward pass. Its rows are thrown
-    # away by the caller, so it may as well attend to everything.
+    # In an image without live rows the softmax would be over nothing, which is NaN, also in the backward pass. The
+    # caller does not read its rows, so they may as well attend to everything.
     mask = live_BN | ~live_BN.any(-1, keepdim=True)
     if bias_BN is not None:
         mask = bias_BN.to(q.dtype).masked_fill(~mask, -torch.inf)
@@ -98,7 +98,7 @@ def attend_packed(
 
 
 def class_attention(q: Tensor, k: Tensor, gate_BN: Tensor, prefix: int, scale: float | None = None) -> Tensor:
-    """(B, N): the share of attention each token gets, mean over heads, from the class token; from all where none is."""
+    """(B, N): the share of the class token's attention (without one: of all tokens') that each gets, mean over heads."""
     queries = q[:, :, :1] if prefix else q
     scores = queries @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -74,7 +74,7 @@ class Askers:
 
     @staticmethod
     def of(keep_BN: Tensor) -> Askers:
-        """N >= 2, and somebody asks."""
+        """Of tokens (B, N) with `keep`; N >= 2, and at least one asks."""
         (batch, length), device = keep_BN.shape, keep_BN.device
         rank = keep_BN.flatten().cumsum(0).view(batch, length) - 1  # which of the T a token is, if it asks
         places, homes, before = [], [], 0

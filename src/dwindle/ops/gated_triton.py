@@ -1,4 +1,4 @@
-"""Triton kernels of attention with gated keys, forward and backward. Their plain twin: `attention.py: attend_ref`.
+"""Triton kernels of attention with gated keys, forward and backward. Their definition: `attention.py: attend_ref`.
 
 With e_ij = 2^s_ij, s = scale q k^T log2 e, and Z_i = sum_j g_j e_ij: out_i = sum_j g_j e_ij v_j / Z_i; `norm` is log2
 Z. Let R_ij = e_ij / Z_i and W_ij = R_ij (do_i . v_j - do_i . out_i). Then dg_j = sum_i W_ij, also where g_j is 0, and
@@ -65,7 +65,7 @@ def forward_kernel(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
         s = tl.where((gate != 0)[None, :], s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)  # nobody yet: exp2 of -inf, not of NaN
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # no key so far: exp2 of -inf, not of NaN
         weights = tl.exp2(s - level[:, None]) * gate[None, :]
         shrink = tl.exp2(top - level)
         total = total * shrink + tl.sum(weights, 1)

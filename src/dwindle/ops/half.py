@@ -27,7 +27,8 @@ PROBE = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.fu
 
 @contextmanager
 def autocast(device: torch.device, enabled: bool) -> Iterator[None]:
-    """torch's, to bf16. On a CPU attention is `attend_products` within, which there and forth is five times as fast."""
+    """torch's, to bf16. On a CPU attention within it is `attend_products`, whose forward and backward pass together are
+    five times as fast."""
     with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
         if enabled and device.type == "cpu":
             with _Products():
@@ -45,9 +46,8 @@ def attend_products(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention by two products and a softmax, with all scores in memory: in bf16 these are rounded to it, as by any
-    plain product, where a fused kernel keeps them in float32. attn_mask: bool, some key for each row, or added to the
-    scores.
+    """Attention by two products and a softmax, with all scores in memory. In bf16 the scores are rounded to it, where a
+    fused kernel keeps them in float32. attn_mask: bool, with a key for each row, or numbers added to the scores.
     """
     scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
     if is_causal:
@@ -66,8 +66,9 @@ def attend(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """torch's of (B, H, N, E), bias (B, 1, 1, N) added to the scores; without gradients in bf16 on a CPU by products,
-    which for an image of 197 tokens is twice as fast: as many images at a time as leave their scores in the cache.
+    """torch's, of (B, H, N, E) with a bias (B, 1, 1, N) added to the scores. In bf16 on a CPU, without gradients, it is
+    `attend_products`, which is twice as fast for an image of 197 tokens: for as many images at a time as have their
+    scores fit into the cache.
     """
     plain = q.dtype != torch.bfloat16 or q.device.type != "cpu" or torch.is_grad_enabled()
     if plain or dropout_p or k.shape[-2] < FEW:
@@ -80,8 +81,8 @@ def attend(
 
 
 def _attend_filled(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
-    """`attend_products` of queries and keys in few numbers, filled up with such as do not count: oneDNN writes code
-    for every shape it meets.
+    """`attend_products`, with queries and keys filled up to a multiple of STEP by entries that do not count: oneDNN
+    compiles code for each shape it meets, so shapes should be few.
     """
     rows, keys = q.shape[-2], k.shape[-2]
     q, k, v = (F.pad(x, (0, 0, 0, -x.shape[-2] % STEP)) for x in (q, k, v))
@@ -132,14 +133,14 @@ def no_bf16() -> str | None:
         return None
     if torch.cpu._is_avx512_bf16_supported():
         mended = "one of Intel's may be mended by ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment"
-        return f"tells of instructions for bf16 that end a process here; {mended}"
+        return f"reports instructions for bf16 that end a process here; {mended}"
     return "has no instructions to multiply in bf16"
 
 
 @cache
 def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has instructions for it that run. Asked of another process: where a virtual machine tells of
-    AMX and does not allow it, the first product ends the process.
+    """Whether this CPU has instructions for it that run. Another process tries: where a virtual machine reports AMX and
+    does not allow it, the first product ends the process.
     """
     if not torch.cpu._is_avx512_bf16_supported():
         return False

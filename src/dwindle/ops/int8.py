@@ -17,7 +17,7 @@ ROWS = 256  # at a time: what lies between the steps stays in the cache
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., K) -> int8 of the same shape, and what 1 stands for in each row, (..., 1)."""
+    """(..., K) -> int8 of the same shape, and the scale of each row (the value of a 1), (..., 1)."""
     x = x if x.dtype == torch.float64 else x.float()  # half precision would round the largest to 128
     one = x.abs().amax(-1, keepdim=True).clamp_min_(1e-30).div_(127)
     return (x / one).round_().to(torch.int8), one
@@ -46,7 +46,7 @@ def int8_linear(x: Tensor, weight_NK: Tensor, scale_N: Tensor, bias: Tensor | No
 
 
 class Int8Linear(nn.Linear):
-    """`weight` is int8, `scale` what 1 stands for in each of its rows."""
+    """`weight` is int8, and `scale` the value of a 1 in each of its rows."""
 
     scale: Tensor
 
@@ -80,7 +80,7 @@ def is_int8(model: nn.Module) -> bool:
 
 
 def to_int8(model: Any) -> Any:
-    """The model itself, its blocks' linear layers exchanged."""
+    """The model itself, with its blocks' linear layers replaced."""
     backbone = model.backbone
     backbone.described = backbone.describe()  # while it still looks like what it is
     backbone.remove()

@@ -95,7 +95,7 @@ def interpreted() -> bool:
 
 
 def available(x: Tensor) -> bool:
-    """Whether kernels run on this tensor; where they do not, their plain twins do."""
+    """Whether kernels run on this tensor; where they do not, their definitions in plain PyTorch do."""
     return TRITON and (x.is_cuda or interpreted())
 
 

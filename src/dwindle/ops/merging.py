@@ -1,6 +1,6 @@
 """Tokens that leave join tokens that go on, which become their mean: one operation, for every method that merges.
 
-`merge_ref` is the definition: who joins whom is given by an index. `nearest_ref` is the most common way to choose: by
+`merge_ref` is the definition: an index says which token each joins. `nearest_ref` is the most common way to choose: by
 the most alike key, as ToMe does. On live rows listed on the device both are two kernels, `merge_rows`.
 """
 
@@ -32,7 +32,7 @@ def merge_ref(x: Tensor, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
     """x_j = sum of w_i x_i / total_j over all i with into_i = j, and total_j, the sum of those w_i.
 
     x (B, n, D), weight (B, n), into (B, n): the entry that each joins, its own for one that stays as it is. An entry
-    that nobody joins keeps its x, and an entry that leaves its weight.
+    that none joins keeps its x, and an entry that leaves keeps its weight.
     """
     images, count = weight.shape
     own = torch.arange(count, device=into.device)
@@ -50,7 +50,7 @@ def merge_ref(x: Tensor, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
 def nearest_ref(keys: Tensor, staying: Tensor, leaving: Tensor) -> Tensor:
     """(B, n): for each leaving entry the staying one of its image with the most alike key; for all others their own.
 
-    keys (B, n, E), alike by their cosine. In an image where nobody stays, nobody joins another.
+    keys (B, n, E), alike by their cosine. In an image where none stays, none joins another.
     """
     keys = F.normalize(keys.to(torch.promote_types(keys.dtype, torch.float32)), dim=-1)
     alike = (keys @ keys.transpose(1, 2)).masked_fill(~staying[:, None, :], -torch.inf)
@@ -70,7 +70,7 @@ def merge_rows_ref(
     before, after = (torch.zeros(images * tokens, dtype=torch.bool, device=x_BND.device) for _ in range(2))
     before[rows.live()], after[new.live()] = True, True
     patch = torch.arange(tokens, device=x_BND.device) >= prefix
-    staying, leaving = ((who.view(images, tokens) & patch) for who in (after, before & ~after))
+    staying, leaving = ((dense.view(images, tokens) & patch) for dense in (after, before & ~after))
     keys = x_BND.new_zeros(images * tokens, width // heads)
     keys[rows.live()] = qkv[: len(rows.live()), width : 2 * width].unflatten(1, (heads, -1)).mean(1)
     into = nearest_ref(keys.view(images, tokens, -1), staying, leaving)
@@ -92,7 +92,7 @@ def merge_rows(
     bias_BN: Tensor,
     prefix: int,
 ) -> None:
-    """`merge_rows_ref` in two launches, which pass over images nobody leaves. live: the rows of `new`, as (B, N)."""
+    """`merge_rows_ref` in two launches, which skip images that no row leaves. live: the rows of `new`, as (B, N)."""
     if not available(x_BND):
         return merge_rows_ref(x_BND, qkv, heads, rows, new, size_BN, bias_BN, prefix)
     images, tokens, width = x_BND.shape

@@ -55,7 +55,7 @@ def nearest_key_kernel(
             stays = (j < length) & (tl.load(live_ptr + other, mask=j < length, other=0) != 0) & (other % N >= prefix)
             keys = mean_keys(qkv_ptr, start + j, stays, H, E, BE)
             length_of = tl.maximum(tl.sqrt(tl.sum(keys * keys, 1)), 1e-12)
-            # The length of one's own key does not change who is most alike.
+            # The length of a row's own key does not change which key is most alike.
             alike = tl.dot(mine, tl.trans(keys), input_precision=PRECISION) / length_of[None, :]
             alike = tl.where(stays[None, :], alike, float("-inf"))
             most, at = tl.max(alike, 1), tl.argmax(alike, 1)
@@ -82,8 +82,8 @@ def merge_kernel(
     BJ: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Some staying rows of an image become means with those who leave to them. Each program writes to its own rows, and
-    reads of others only those who leave: so in place, in one order."""
+    """Some staying rows of an image become means with the rows that join them. It can work in place, as each program
+    writes to its own rows, and of the others reads only those that leave, to which no program writes."""
     meet(PDL)
     image = tl.program_id(1)
     start = tl.load(starts_ptr + image)
@@ -121,7 +121,7 @@ def merge_kernel(
                 mask=(into >= 0)[:, None] & (d < D)[None, :],
                 other=0.0,
             )
-            # Sizes are whole numbers, and half precision's values are exact in TF32: nothing is lost.
+            # TF32 loses nothing here: sizes are whole numbers, and values in half precision fit into it.
             acc = tl.dot(weight, theirs.to(tl.float32), acc, input_precision=PRECISION)
         tl.store(x_at, (acc / total[:, None]).to(x_ptr.dtype.element_ty), mask=seen)
     tl.store(size_ptr + row, total, mask=joined)

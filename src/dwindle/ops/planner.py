@@ -1,6 +1,7 @@
 """AHT-ViT's planner and supervisor on live rows: a few launches where plain PyTorch takes dozens.
 
-The definitions are the methods' own lines (methods/aht.py); `_ref` repeats them on the sheets the kernels write.
+The definitions are the method's own lines (methods/aht.py); each `_ref` repeats them on the dense (B, N) tensors that
+the kernels write to.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ def plan_ref(x_BND: Tensor, rows: Rows, mean_BD: Tensor, plan: Plan) -> tuple[Te
     standing = (value - plan.mean.float()) / plan.deviation.float()
     bar = plan.bar.float()
     go = torch.sigmoid((standing - (bar[live // tokens] if bar.dim() else bar)) / plan.softness)
-    sheets = torch.zeros(2, images * tokens, device=x_BND.device)
-    sheets[0, live] = standing
-    sheets[1, live] = plan.layer + (plan.blocks - plan.layer) * go
-    return sheets[0].view(images, tokens), sheets[1].view(images, tokens)
+    dense = torch.zeros(2, images * tokens, device=x_BND.device)
+    dense[0, live] = standing
+    dense[1, live] = plan.layer + (plan.blocks - plan.layer) * go
+    return dense[0].view(images, tokens), dense[1].view(images, tokens)
 
 
 def plan(x_BND: Tensor, rows: Rows, mean_BD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -103,7 +104,7 @@ def plan(x_BND: Tensor, rows: Rows, mean_BD: Tensor, plan: Plan) -> tuple[Tensor
         tokens,
         width,
         hidden,
-        DIALLED=plan.bar.dim() > 0,
+        PER_IMAGE=plan.bar.dim() > 0,
         PRECISION=precision(x_BND),
         BM=block,
         BH=power_of_two(hidden, 16),
@@ -115,7 +116,7 @@ def plan(x_BND: Tensor, rows: Rows, mean_BD: Tensor, plan: Plan) -> tuple[Tensor
 
 
 class Halt(NamedTuple):
-    """What scores are made of and held against. prefix: tokens that never halt."""
+    """How scores are made and the threshold their sums must reach. prefix: tokens that never halt."""
 
     gamma: Tensor
     beta: Tensor
@@ -126,10 +127,10 @@ class Halt(NamedTuple):
 
 
 def halt_ref(
-    tap_BN: Tensor, plan_BN: Tensor, sum_BN: Tensor, live_BN: Tensor, rule: Halt, forced_BN: Tensor | None = None
+    probe_BN: Tensor, plan_BN: Tensor, sum_BN: Tensor, live_BN: Tensor, rule: Halt, forced_BN: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Rows]:
-    """Scores, their sums, and who goes on, as a sheet and as a list."""
-    score = torch.sigmoid(rule.gamma * (tap_BN.float() + rule.follow * (rule.layer - plan_BN)) + rule.beta)
+    """Scores, their sums, and the rows that go on, as (B, N) and as a list."""
+    score = torch.sigmoid(rule.gamma * (probe_BN.float() + rule.follow * (rule.layer - plan_BN)) + rule.beta)
     total = sum_BN + score
     limit = rule.threshold[:, None] if isinstance(rule.threshold, Tensor) else rule.threshold
     keep = total < limit if forced_BN is None else forced_BN > rule.layer
@@ -140,24 +141,24 @@ def halt_ref(
 
 
 def halt(
-    tap_BN: Tensor, plan_BN: Tensor, sum_BN: Tensor, live_BN: Tensor, rule: Halt, forced_BN: Tensor | None = None
+    probe_BN: Tensor, plan_BN: Tensor, sum_BN: Tensor, live_BN: Tensor, rule: Halt, forced_BN: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Rows]:
-    if not available(tap_BN):
-        return halt_ref(tap_BN, plan_BN, sum_BN, live_BN, rule, forced_BN)
-    images, tokens = tap_BN.shape
+    if not available(probe_BN):
+        return halt_ref(probe_BN, plan_BN, sum_BN, live_BN, rule, forced_BN)
+    images, tokens = probe_BN.shape
     score, total, new = torch.empty_like(sum_BN), torch.empty_like(sum_BN), torch.empty_like(live_BN)
     counts, starts, rows = (
         torch.empty(n, dtype=torch.int32, device=new.device) for n in (images, images + 1, new.numel())
     )
     operating_value = isinstance(rule.threshold, Tensor)
-    # Rows of the images before are looked at in as few steps as can be: a step is a wait for memory.
+    # Rows of the images before are counted in few steps, as each step waits for memory.
     earlier = min(power_of_two(max(images - 1, 1) * tokens), 16 if interpreted() else 8192) if few(images) else 2
     planner_triton.halt_kernel[(images,)](
-        tap_BN,
+        probe_BN,
         plan_BN,
         sum_BN,
         live_BN.view(torch.uint8),
-        tap_BN if forced_BN is None else forced_BN,
+        probe_BN if forced_BN is None else forced_BN,
         score,
         total,
         new.view(torch.uint8),
@@ -169,17 +170,17 @@ def halt(
         float(rule.follow),
         rule.layer,
         0.0 if operating_value else float(rule.threshold),
-        rule.threshold if operating_value else tap_BN,
+        rule.threshold if operating_value else probe_BN,
         images,
         tokens,
         rule.prefix,
         FORCED=forced_BN is not None,
-        DIALLED=operating_value,
+        PER_IMAGE=operating_value,
         LIST=few(images),
         BN=power_of_two(tokens),
         BB=earlier,
         num_warps=min(max(earlier // 512, 4), 16),
-        **overlapping(tap_BN, tap_BN.numel()),
+        **overlapping(probe_BN, probe_BN.numel()),
     )
     if few(images):
         return score, total, new, Rows(rows, starts)

@@ -1,4 +1,4 @@
-"""Triton kernels of AHT-ViT's planner and supervisor. Their plain twins and what the arguments mean: `planner.py`."""
+"""Triton kernels of AHT-ViT's planner and supervisor. Their definitions and the arguments' meaning: `planner.py`."""
 
 from .launch import tl, triton
 from .rows_triton import meet
@@ -43,7 +43,7 @@ def plan_kernel(
     N,
     K,
     H,
-    DIALLED: tl.constexpr,  # a bar for each image
+    PER_IMAGE: tl.constexpr,  # a bar for each image
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     BM: tl.constexpr,
@@ -77,7 +77,7 @@ def plan_kernel(
     weight = tl.load(out_ptr + h, mask=h < H, other=0.0).to(tl.float32)
     value = tl.sum(tl.maximum(acc, 0.0) * weight[None, :], 1) + tl.load(shift_ptr).to(tl.float32)
     standing = (value - tl.load(mean_ptr).to(tl.float32)) / tl.load(deviation_ptr).to(tl.float32)
-    if DIALLED:
+    if PER_IMAGE:
         bar = tl.load(bar_ptr + row // N).to(tl.float32)
     else:
         bar = tl.load(bar_ptr).to(tl.float32)
@@ -88,7 +88,7 @@ def plan_kernel(
 
 @triton.jit
 def supervise(
-    tap_ptr,
+    probe_ptr,
     plan_ptr,
     sum_ptr,
     live_ptr,
@@ -104,17 +104,17 @@ def supervise(
     N,
     prefix,
     FORCED: tl.constexpr,
-    DIALLED: tl.constexpr,
+    PER_IMAGE: tl.constexpr,
 ):
-    """Scores, sums, and 1 for those who go on."""
-    probe = tl.load(tap_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    """Scores, their sums, and 1 for rows that go on."""
+    probe = tl.load(probe_ptr + at, mask=inside, other=0.0).to(tl.float32)
     plan = tl.load(plan_ptr + at, mask=inside, other=0.0)
     score = tl.sigmoid(gamma * (probe + follow * (layer - plan)) + beta)
     total = tl.load(sum_ptr + at, mask=inside, other=0.0) + score
     if FORCED:
         keep = tl.load(forced_ptr + at, mask=inside, other=0) > layer
     else:
-        if DIALLED:
+        if PER_IMAGE:
             threshold = tl.load(threshold_ptr + at // N, mask=inside, other=0.0).to(tl.float32)
         keep = (total < threshold) | (at % N < prefix)
     live = tl.load(live_ptr + at, mask=inside, other=0) != 0
@@ -123,7 +123,7 @@ def supervise(
 
 @triton.jit
 def halt_kernel(
-    tap_ptr,
+    probe_ptr,
     plan_ptr,
     sum_ptr,
     live_ptr,
@@ -144,8 +144,8 @@ def halt_kernel(
     N,
     prefix,
     FORCED: tl.constexpr,
-    DIALLED: tl.constexpr,  # a threshold for each image
-    LIST: tl.constexpr,  # few images: who goes on is listed here, each program counting for those before it as well
+    PER_IMAGE: tl.constexpr,  # a threshold for each image
+    LIST: tl.constexpr,  # few images: rows that go on are listed here, and each program counts those before its own
     PDL: tl.constexpr,
     BN: tl.constexpr,
     BB: tl.constexpr,
@@ -157,8 +157,8 @@ def halt_kernel(
     at = image * N + n
     inside = n < N
     score, total, keep = supervise(
-        tap_ptr, plan_ptr, sum_ptr, live_ptr, forced_ptr,
-        gamma, beta, follow, layer, threshold, threshold_ptr, at, inside, N, prefix, FORCED, DIALLED,
+        probe_ptr, plan_ptr, sum_ptr, live_ptr, forced_ptr,
+        gamma, beta, follow, layer, threshold, threshold_ptr, at, inside, N, prefix, FORCED, PER_IMAGE,
     )  # fmt: skip
     tl.store(score_ptr + at, score, mask=inside)
     tl.store(new_sum_ptr + at, total, mask=inside)
@@ -168,9 +168,9 @@ def halt_kernel(
         for begin in range(0, image * N, BB):
             earlier = begin + tl.arange(0, BB)
             _, _, kept = supervise(
-                tap_ptr, plan_ptr, sum_ptr, live_ptr, forced_ptr,
+                probe_ptr, plan_ptr, sum_ptr, live_ptr, forced_ptr,
                 gamma, beta, follow, layer, threshold, threshold_ptr,
-                earlier, earlier < image * N, N, prefix, FORCED, DIALLED,
+                earlier, earlier < image * N, N, prefix, FORCED, PER_IMAGE,
             )  # fmt: skip
             before += kept
         start = tl.sum(before, 0)

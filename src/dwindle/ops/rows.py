@@ -2,7 +2,7 @@
 
 The stream x (R, D) holds every token of every image, R = B * N, and stays in place. `Rows` lists the live ones. What a
 block computes in between is compact: entry t belongs to row rows[t], entries from the live count on mean nothing.
-Each function has a twin `_ref` in plain PyTorch, its definition; without Triton, or on a CPU, the twin is what runs.
+Each function has its definition beside it, `_ref`, in plain PyTorch; without Triton, or on a CPU, that is what runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Rows:
         return self.starts[-1:]
 
     def live(self) -> Tensor:
-        """The list at its true length. Waits for the device: for the twins and for tests."""
+        """The list at its true length. It waits for the device, so only definitions and tests call it."""
         return self.rows_R[: int(self.starts[-1])].long()
 
 
@@ -95,7 +95,7 @@ def _gelu_rough(x: Tensor) -> Tensor:
 
 
 def normed_linear_ref(
-    x_RD: Tensor, rows: Rows, layer: Affine, act: str, tap_R: Tensor | None = None, neuron: int = 0
+    x_RD: Tensor, rows: Rows, layer: Affine, act: str, probe_R: Tensor | None = None, neuron: int = 0
 ) -> Tensor:
     """(R, out) compact: act(W norm(x) + b); the neuron's value before `act` goes to its row of `probe`."""
     live = rows.live()
@@ -105,26 +105,26 @@ def normed_linear_ref(
         mean = x.mean(-1, keepdim=True)
         y = (y - mean * layer.column) * torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + layer.eps)
     y = y + layer.bias
-    if tap_R is not None:
-        tap_R[live] = y[:, neuron].to(tap_R.dtype)
+    if probe_R is not None:
+        probe_R[live] = y[:, neuron].to(probe_R.dtype)
     out = x_RD.new_zeros(len(x_RD), len(layer.bias))
     out[: len(live)] = activate(y, act).to(out.dtype)
     return out
 
 
 def normed_linear(
-    x_RD: Tensor, rows: Rows, layer: Affine, act: str, tap_R: Tensor | None = None, neuron: int = 0
+    x_RD: Tensor, rows: Rows, layer: Affine, act: str, probe_R: Tensor | None = None, neuron: int = 0
 ) -> Tensor:
     if not available(x_RD):
-        return normed_linear_ref(x_RD, rows, layer, act, tap_R, neuron)
+        return normed_linear_ref(x_RD, rows, layer, act, probe_R, neuron)
     (capacity, width), out = x_RD.shape, len(layer.bias)
     tile = linear_tile(capacity, out, width, x_RD.dtype)
     y = x_RD.new_empty(capacity, out)
     act = "gelu_rough" if act == "gelu" and x_RD.dtype != torch.float32 else act
     if tile.persistent and layer.column is not None:
-        _persistent(_normed(x_RD, rows, layer, tap_R, neuron), y, x_RD, rows, layer, layer.bias, act, tile)
+        _persistent(_normed(x_RD, rows, layer, probe_R, neuron), y, x_RD, rows, layer, layer.bias, act, tile)
     else:
-        _tiled(x_RD, y, x_RD, rows, layer, layer.bias, act, tile, tap_R, neuron)
+        _tiled(x_RD, y, x_RD, rows, layer, layer.bias, act, tile, probe_R, neuron)
     return y
 
 
@@ -142,7 +142,7 @@ def add_linear(x_RD: Tensor, rows: Rows, h: Tensor, layer: Affine, scale: Tensor
     (_persistent if tile.persistent else _tiled)(h, None, x_RD, rows, layer, scale, "none", tile)
 
 
-def _normed(x_RD: Tensor, rows: Rows, layer: Affine, tap_R: Tensor | None, neuron: int) -> Tensor:
+def _normed(x_RD: Tensor, rows: Rows, layer: Affine, probe_R: Tensor | None, neuron: int) -> Tensor:
     """Live rows with mean 0 and deviation 1, compact."""
     (capacity, width), tile = x_RD.shape, norm_tile(len(x_RD))
     y = torch.empty_like(x_RD)
@@ -153,11 +153,11 @@ def _normed(x_RD: Tensor, rows: Rows, layer: Affine, tap_R: Tensor | None, neuro
         y,
         layer.weight,
         layer.bias,
-        y if tap_R is None else tap_R,
+        y if probe_R is None else probe_R,
         neuron,
         layer.eps,
         width,
-        TAP=tap_R is not None,
+        PROBE=probe_R is not None,
         BM=tile.m,
         BK=power_of_two(width),
         num_warps=tile.warps,
@@ -175,7 +175,7 @@ def _tiled(
     scale: Tensor,
     act: str,
     tile: Tile,
-    tap_R: Tensor | None = None,
+    probe_R: Tensor | None = None,
     neuron: int = 0,
 ) -> None:
     """A program for each tile, a LayerNorm on the way. y = None: added to x."""
@@ -190,14 +190,14 @@ def _tiled(
         layer.bias if layer.column is None else layer.column,
         scale,
         x_RD if y is None else y,
-        x_RD if tap_R is None else tap_R,
+        x_RD if probe_R is None else probe_R,
         neuron,
         layer.eps,
         out,
         inner,
         ADD=y is None,
         NORM=layer.column is not None,
-        TAP=tap_R is not None,
+        PROBE=probe_R is not None,
         ACT=act,
         PRECISION=split_precision(a),
         EVEN=inner % tile.k == 0,
@@ -316,11 +316,11 @@ def attend_rows(
 
 
 def compact_ref(live_BN: Tensor, keep_BN: Tensor) -> tuple[Rows, Tensor]:
-    """The live rows that are kept, as a list and as a sheet; made on the device."""
+    """The live rows that are kept, as a list and as (B, N); made on the device."""
     live_BN = live_BN & keep_BN
     flat = live_BN.flatten()
     rows = torch.zeros(len(flat) + 1, dtype=torch.int32, device=flat.device)
-    # Those who are not live write to an entry behind the list.
+    # Rows that are not live write to an entry behind the list.
     target = torch.where(flat, flat.cumsum(0) - 1, len(flat))
     rows[target] = torch.arange(len(flat), device=flat.device, dtype=torch.int32)
     counts = live_BN.sum(1)
@@ -343,12 +343,12 @@ def compact(live_BN: Tensor, keep_BN: Tensor) -> tuple[Rows, Tensor]:
 
 
 def few(images: int) -> bool:
-    """So few that each counts the rows of those before it itself, which saves a launch."""
+    """So few images that each program counts the rows of the images before its own, which saves a launch."""
     return images <= (2 if interpreted() else 32)
 
 
 def listed(live: Tensor, keep: Tensor, counts: Tensor | None) -> tuple[Rows, Tensor]:
-    """counts: of the rows kept in each image, if known."""
+    """counts: how many rows each image keeps, if that is known."""
     images, tokens = live.shape
     rows, starts = (torch.empty(n, dtype=torch.int32, device=live.device) for n in (live.numel(), images + 1))
     new = torch.empty_like(live)

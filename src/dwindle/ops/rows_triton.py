@@ -1,4 +1,4 @@
-"""Triton kernels over the live rows of a batch. The plain twins and the meaning of every argument: `rows.py`.
+"""Triton kernels over the live rows of a batch. The definitions and the meaning of every argument: `rows.py`.
 
 Each is launched for as many rows as there can be. A program whose rows lie beyond the live count, which it reads from
 device memory, ends at once: so the host need not know the count, and the whole network is one CUDA graph.
@@ -13,7 +13,7 @@ def activate(x, ACT: tl.constexpr):
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACT == "gelu_rough":
         # erf as a polynomial in x^2 (Abramowitz and Stegun 7.1.28 has this form): at most 3e-7 off, and one division
-        # instead of the many steps of erf; where the result is rounded to 16 bits nobody can tell.
+        # instead of the many steps of erf; rounding the result to 16 bits hides it.
         z = tl.abs(x) * 0.7071067811865476
         p = 1.0 + z * (
             0.0705230784
@@ -39,8 +39,8 @@ def activate(x, ACT: tl.constexpr):
 
 @triton.jit
 def meet(PDL: tl.constexpr):
-    """Programmatic dependent launch: programs are set up while the kernel before still runs, and wait here for it. So
-    this comes before the first look at memory; and the kernel after may be set up from here on."""
+    """Programmatic dependent launch: programs are set up while the kernel before still runs, and wait for it here,
+    before they first read memory. From here on the kernel after may be set up."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -54,11 +54,11 @@ def norm_rows_kernel(
     y_ptr,
     w_ptr,
     b_ptr,
-    tap_ptr,
+    probe_ptr,
     neuron,
     eps,
     K,
-    TAP: tl.constexpr,
+    PROBE: tl.constexpr,
     PDL: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
@@ -78,9 +78,9 @@ def norm_rows_kernel(
     away = tl.where((k < K)[None, :], x - mean[:, None], 0.0)
     y = (away * tl.rsqrt(tl.sum(away * away, 1) / K + eps)[:, None]).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + t.to(tl.int64)[:, None] * K + k[None, :], y, mask=inside)
-    if TAP:
+    if PROBE:
         w = tl.load(w_ptr + neuron * K + k, mask=k < K, other=0.0).to(tl.float32)
-        tl.store(tap_ptr + row, tl.sum(y.to(tl.float32) * w[None, :], 1) + tl.load(b_ptr + neuron), mask=t < live)
+        tl.store(probe_ptr + row, tl.sum(y.to(tl.float32) * w[None, :], 1) + tl.load(b_ptr + neuron), mask=t < live)
 
 
 @triton.jit
@@ -94,14 +94,14 @@ def linear_kernel(
     c_ptr,
     s_ptr,
     y_ptr,
-    tap_ptr,
+    probe_ptr,
     neuron,
     eps,
     N,
     K,
     ADD: tl.constexpr,  # x += s * (a W + b), a compact; else y = act(norm(x) W + b), y compact
     NORM: tl.constexpr,
-    TAP: tl.constexpr,
+    PROBE: tl.constexpr,
     ACT: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN: tl.constexpr,  # BK divides K
@@ -159,9 +159,9 @@ def linear_kernel(
         acc += tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
         tl.store(x_at, acc.to(x_ptr.dtype.element_ty), mask=inside)
     else:
-        if TAP:  # noqa: SIM102 (known when compiled; the next is not)
+        if PROBE:  # noqa: SIM102 (known when compiled; the next is not)
             if tl.program_id(0) % columns == neuron // BN:
-                tl.store(tap_ptr + row, tl.sum(tl.where((n == neuron)[None, :], acc, 0.0), 1), mask=t < live)
+                tl.store(probe_ptr + row, tl.sum(tl.where((n == neuron)[None, :], acc, 0.0), 1), mask=t < live)
         y_at = y_ptr + t.to(tl.int64)[:, None] * N + n[None, :]
         tl.store(y_at, activate(acc, ACT).to(y_ptr.dtype.element_ty), mask=inside)
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module
 
 from ..core.backbone import BlockParts
-from ..core.tokens import Packed, Probe, Probed
+from ..core.packed import Packed
+from ..core.tokens import Probe, Probed
 from ..ops.linear import Packs, roomy
 
 

@@ -56,7 +56,7 @@ class Ready:
         add_linear(x_RD, rows, mixed, self.proj, self.scale1)
         return qkv
 
-    def think(self, x_RD: Tensor, rows: Rows, tap_R: Tensor | None, neuron: int) -> None:
+    def mlp(self, x_RD: Tensor, rows: Rows, probe_R: Tensor | None, neuron: int) -> None:
         """x += its MLP's update, in place."""
-        hidden = normed_linear(x_RD, rows, self.fc1, self.act, tap_R, neuron)
+        hidden = normed_linear(x_RD, rows, self.fc1, self.act, probe_R, neuron)
         add_linear(x_RD, rows, hidden, self.fc2, self.scale2)

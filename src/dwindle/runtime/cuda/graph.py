@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.model import Output
-from ...core.tokens import Packed
+from ...core.packed import Packed
 from ...ops.launch import available
 from ...ops.rows import ACTIVATIONS
 from .block import Ready

@@ -42,14 +42,14 @@ class Listed(Masked):
         x = stream.flatten(0, 1)  # (B * N, D), the same memory
         bias = self.notes.get("key_bias")
         qkv = ready.attend(x, self.rows, self.shape[1], None if bias is None else bias.flatten())
-        entries, looked = None, NOTHING
+        entries, attended = None, NOTHING
         if probe.merging and not (probe.keys or probe.attention) and ready.norm is None:
             entries = qkv, ready.heads
         elif probe.merging or probe.keys or probe.attention:
-            looked = self._look(probe, qkv, ready)
+            attended = self._look(probe, qkv, ready)
         neuron = None if probe.neuron is None else torch.empty(self.shape, device=x.device)
-        ready.think(x, self.rows, None if neuron is None else neuron.view(-1), probe.neuron or 0)
-        return self.changed(x=stream, entries=entries, probed=Probed(neuron, looked.attention, looked.keys))
+        ready.mlp(x, self.rows, None if neuron is None else neuron.view(-1), probe.neuron or 0)
+        return self.changed(x=stream, entries=entries, probed=Probed(neuron, attended.attention, attended.keys))
 
     def _look(self, probe: Probe, qkv: Tensor, ready: Ready) -> Probed:
         """What a probe asks of attention, from compact entries."""
