@@ -1,30 +1,25 @@
 """What the loop asks of a family of vision transformers, and how its attention is made ours.
 
 A family's own `Block.forward` and attention module keep running: LayerScale, qk-norm, rotary or gated attention stay
-right without being known here. Only three things are caught while a block runs on tokens: the call of
-`scaled_dot_product_attention`, the output of the MLP's first linear layer, and stochastic depth in a pack.
+right without being known here. `run.py` says what is caught while a block runs on tokens.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import DwindleError
 from ..ops.int8 import Int8Linear
-from .packed import Packed
 from .registry import discover
-from .tokens import Probe, Probed, Tokens
+from .run import OURS, Run, attention_forward, catch_probe, compiled_now, drop_per_image, is_drop_path
+from .tokens import Probe, Tokens
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,7 @@ def _of_a_library(kind: type) -> bool:
 def replaced(module: nn.Module) -> bool:
     """Whether the module has a forward of its own, which is not the one that `install` gives it."""
     own = vars(module).get("forward")
-    return own is not None and getattr(own, "func", None) is not _attention_forward
+    return own is not None and getattr(own, "func", None) is not attention_forward
 
 
 def as_written(block: nn.Module) -> bool:
@@ -130,7 +125,6 @@ class Backbone:
     families: ClassVar[list[type[Backbone]]] = []
     family: ClassVar[str]
     any_size: bool = False  # accepts images of other sizes than the one it was built for
-    compiled: bool = False
     described: dict[str, Any] | None = None  # what `describe` said before layers were exchanged
 
     def __init_subclass__(cls) -> None:
@@ -230,11 +224,11 @@ class Backbone:
         for block in self.blocks:
             attention = self.attention(block)
             # A partial and no bound method: it can be pickled, and so can the model.
-            attention.forward = partial(_attention_forward, attention)  # type: ignore[method-assign]
-            self.mlp_in(block).register_forward_hook(_catch_probe)
+            attention.forward = partial(attention_forward, attention)  # type: ignore[method-assign]
+            self.mlp_in(block).register_forward_hook(catch_probe)
             for module in block.modules():
-                if _is_drop_path(module):
-                    module.register_forward_hook(_drop_per_image)
+                if is_drop_path(module):
+                    module.register_forward_hook(drop_per_image)
 
     def remove(self) -> None:
         """Undo `install`."""
@@ -247,21 +241,12 @@ class Backbone:
 
     def run(self, block: nn.Module, tokens: Tokens, probe: Probe = Probe()) -> Tokens:
         """One block on the live rows, which leaves behind what it is asked for."""
-        if self.compiled:
+        if compiled_now():
             return _compiled_run()(self, block, tokens, probe)
         return self._run(block, tokens, probe)
 
-    @contextmanager
-    def compiling(self, wanted: bool) -> Iterator[None]:
-        """Blocks that run in here run compiled: one graph, which all blocks of a model share."""
-        self.compiled = wanted
-        try:
-            yield
-        finally:
-            self.compiled = False
-
     def _run(self, block: nn.Module, tokens: Tokens, probe: Probe) -> Tokens:
-        run = _Run(tokens, probe)
+        run = Run(tokens, probe)
         after = tokens.update(self._again(block, run) if self.recomputes else run.calling(block), block, probe)
         if not run.called:
             return after  # the layout ran the block by its parts
@@ -276,10 +261,10 @@ class Backbone:
         """The block's forward, without a checkpoint of the family's own: that would run it again outside of any run."""
         return block(x)
 
-    def _again(self, block: nn.Module, run: _Run) -> Callable[[Tensor], Tensor]:
+    def _again(self, block: nn.Module, run: Run) -> Callable[[Tensor], Tensor]:
         """The block's forward, which the backward pass runs once more instead of keeping what is in between. That run
         sees the notes as they are now: the method goes on writing to them."""
-        then = _Run(run.tokens.changed(notes=dict(run.tokens.notes)), run.probe)
+        then = Run(run.tokens.changed(notes=dict(run.tokens.notes)), run.probe)
         turns = iter((run, then))
         forward = partial(self.once, block)
         return lambda x: checkpoint(lambda x: next(turns, then).calling(forward)(x), x, use_reentrant=False)
@@ -294,121 +279,7 @@ def _compiled_run() -> Callable[[Backbone, nn.Module, Tokens, Probe], Tokens]:
 
 def _guarded(entries: Sequence[Any]) -> list[bool]:
     """What makes a compiled block be compiled anew. Not which of our forwards it is: they are all the same one."""
-    return [getattr(entry.value, "func", None) is not _attention_forward for entry in entries]
-
-
-class _Run:
-    """One block at work: its rows, what it is asked to leave behind, and what was caught on the way."""
-
-    def __init__(self, tokens: Tokens, probe: Probe) -> None:
-        self.tokens, self.probe = tokens, probe
-        self.neuron: Tensor | None = None
-        self.of_attention = Probed()  # what the probe asks of attention
-        self.called = False  # the block's own forward ran
-        self.attended = False
-
-    @property
-    def probed(self) -> Probed:
-        return Probed(self.neuron, self.of_attention.attention, self.of_attention.keys)
-
-    def calling(self, block: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
-        """The block's forward as part of this run."""
-
-        def call(x: Tensor) -> Tensor:
-            _now.run, self.called = self, True
-            try:
-                out = block(x)
-            finally:
-                _now.run = None
-            return out[0] if isinstance(out, tuple) else out
-
-        return call
-
-
-class _Now(threading.local):
-    """The run in progress in this thread, if any. Thread-local: one model may serve several threads."""
-
-    run: _Run | None = None
-
-
-_now = _Now()
-
-
-class _Core(TorchFunctionMode):
-    """Hands the attention core to the tokens; every other call passes."""
-
-    def __init__(self, run: _Run) -> None:
-        super().__init__()
-        self.work = run
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        self.work.attended = True
-        return self.attend(*args, **kwargs)
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        **_: Any,
-    ) -> Tensor:
-        if attn_mask is not None or is_causal:
-            raise DwindleError(
-                "This model masks its own attention, and only plain bidirectional attention can be adapted; give a "
-                "model without a mask."
-            )
-        self.work.of_attention = self.work.tokens.look(self.work.probe, q, k, scale)
-        return self.work.tokens.attend(q, k, v, dropout_p=dropout_p, scale=scale)
-
-
-def _attention_forward(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The module's own forward, with the attention core handed to the tokens of the run in progress."""
-    forward = type(attention).forward
-    if _now.run is None:
-        return forward(attention, *args, **kwargs)
-    with _Core(_now.run):
-        return forward(attention, *args, **kwargs)
-
-
-def _catch_probe(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-    run = _now.run
-    if run is not None and run.probe.neuron is not None:
-        neuron = _neuron(run.probe, module, args[0], output)
-        run.neuron = neuron[0] if isinstance(run.tokens, Packed) else neuron
-
-
-def _neuron(probe: Probe, layer: Any, x: Tensor, out: Tensor) -> Tensor:
-    """The neuron that a method asked for, of a linear layer that made `out` from `x`."""
-    index = probe.neuron
-    assert index is not None
-    if not (probe.detach and torch.is_grad_enabled()):
-        return out[..., index].clone()  # a view would keep the whole hidden layer in memory
-    bias = None if layer.bias is None else layer.bias[index : index + 1]
-    return F.linear(x.detach(), layer.weight[index : index + 1], bias)[..., 0]
-
-
-def _is_drop_path(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("DropPath") and hasattr(module, "drop_prob")
-
-
-def _drop_per_image(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-    """A stock DropPath sees a pack (1, T, D) as one sample and drops all images at once: draw per image instead."""
-    run = _now.run
-    if run is None or not isinstance(run.tokens, Packed) or not module.training or not module.drop_prob:
-        return None
-    kept = 1.0 - module.drop_prob
-    drawn = torch.empty(run.tokens.shape[0], device=output.device).bernoulli_(kept)
-    return args[0] * (run.tokens.per_image(drawn / kept)[None, :, None]).to(output.dtype)
-
-
-OURS = (_catch_probe, _drop_per_image)  # hooks of `install`
+    return [getattr(entry.value, "func", None) is not attention_forward for entry in entries]
 
 
 def linear_macs(module: nn.Module) -> int:

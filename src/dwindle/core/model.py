@@ -18,6 +18,7 @@ from .masked import Masked
 from .method import Method
 from .packed import Packed
 from .registry import family_of
+from .run import compiled_now
 from .tokens import Tokens
 from .trace import Trace
 
@@ -109,7 +110,7 @@ class AdaptiveViT(nn.Module):
         with cutting(images):
             embedded = self.backbone.embed(images)
         tokens = start(embedded, shape.prefix)
-        tokens.reader, tokens.compiling = self.backbone.readout, self.backbone.compiled
+        tokens.reader, tokens.compiling = self.backbone.readout, compiled_now()
         if depths is not None:
             if tuple(depths.shape) != tuple(tokens.shape):
                 wanted = " x ".join(map(str, tokens.shape))

@@ -98,7 +98,7 @@ def attend_packed(
 
 
 def class_attention(q: Tensor, k: Tensor, gate_BN: Tensor, prefix: int, scale: float | None = None) -> Tensor:
-    """(B, N): the share of the class token's attention (without one: of all tokens') that each gets, mean over heads."""
+    """(B, N): each token's share of the class token's attention (without one: of all tokens'), mean over heads."""
     queries = q[:, :, :1] if prefix else q
     scores = queries @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.model import AdaptiveViT, Output
+from ..core.run import compiling
 from ..core.tokens import Where
 from ..core.trace import Trace
 from ..ops.half import autocast
@@ -142,5 +143,5 @@ def fast(model: Any, compiled: bool) -> Iterator[None]:
     if not compiled or not isinstance(model, AdaptiveViT):
         yield
         return
-    with cut_by_matmul(model.vit), model.backbone.compiling(True):
+    with cut_by_matmul(model.vit), compiling(True):
         yield
