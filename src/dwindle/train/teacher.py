@@ -140,8 +140,6 @@ class Teacher:
 @contextlib.contextmanager
 def fast(model: Any, compiled: bool) -> Iterator[None]:
     """Within, a wrapped model's blocks run compiled, its patches are cut by one matrix product."""
-    if not compiled or not isinstance(model, AdaptiveViT):
-        yield
-        return
-    with cut_by_matmul(model.vit), compiling(True):
+    cut = cut_by_matmul(model.vit) if compiled and isinstance(model, AdaptiveViT) else contextlib.nullcontext()
+    with cut, compiling(compiled):
         yield
