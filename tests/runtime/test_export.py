@@ -208,6 +208,7 @@ def test_onnx(tmp_path, monkeypatch):
     onnx.checker.check_model(held)
     assert "TopK" in {node.op_type for node in held.graph.node}
     about = {entry.key: json.loads(entry.value) for entry in held.metadata_props if entry.key.startswith("dwindle.")}
+    assert about.keys() == {"dwindle.preprocess", "dwindle.method", "dwindle.classes"}
     assert about["dwindle.method"]["name"] == "AHT" and about["dwindle.preprocess"]["size"] == 32
 
 

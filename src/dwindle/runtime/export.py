@@ -185,7 +185,7 @@ def _about(model: AdaptiveViT) -> dict[str, str]:
     return {
         "dwindle.preprocess": json.dumps(preprocess_of(model).to_dict()),
         "dwindle.method": json.dumps({"name": type(model.method).__name__, "options": model.method.config}),
-        "dwindle.io.classes": json.dumps(getattr(model, "extra", {}).get("classes")),
+        "dwindle.classes": json.dumps(getattr(model, "extra", {}).get("classes")),
     }
 
 
