@@ -20,12 +20,6 @@ def test_public_names():
     assert all(hasattr(dwindle, name) for name in NAMES)
 
 
-def test_import_is_lean():
-    heavy = ("matplotlib", "transformers", "typer", "rich", "pyarrow", "tensorboard", "huggingface_hub", "pandas")
-    code = f"import sys, dwindle; print([m for m in {heavy} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
-
-
 LEAN = """
 import sys
 from importlib.machinery import PathFinder
@@ -77,7 +71,7 @@ def test_every_dependency_says_from_which_version_on():
     with (Path(__file__).parents[1] / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     named = [line for group in (project["dependencies"], *project["optional-dependencies"].values()) for line in group]
-    assert [line for line in named if ">=" not in line] == ["dwindle[hf,search,serve,onnx]"]
+    assert all(line.startswith("dwindle[") for line in named if ">=" not in line)
 
 
 def test_version():

@@ -1,5 +1,14 @@
 """`python -m dwindle`, and `torchrun --nproc-per-node 2 -m dwindle train ...`."""
 
-from .cli.main import main
+import sys
 
-main()
+from .errors import missing
+
+try:
+    from .cli.main import main
+except ModuleNotFoundError as error:
+    print(f"dwindle: {missing(error)}", file=sys.stderr)
+    sys.exit(2)
+
+if __name__ == "__main__":
+    main()

@@ -33,6 +33,26 @@ def unknown(kind: str, given: Any, known: Iterable[str], hint: str = "") -> Dwin
     return DwindleError(f"Unknown {kind} '{name}'{nearest}{listing}{'; ' + hint if hint else ''}.")
 
 
+EXTRAS = {  # which of pyproject.toml brings a package, by the name it is imported under
+    **dict.fromkeys(("typer", "rich"), "cli"),
+    **dict.fromkeys(("fastapi", "starlette", "uvicorn", "httptools", "prometheus_client"), "serve"),
+    **dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "onnx"),
+    **dict.fromkeys(("huggingface_hub", "datasets"), "hub"),
+    **{"matplotlib": "plots", "pyarrow": "data", "tensorboard": "train", "transformers": "hf", "optuna": "search"},
+    **{"pytorch_optimizer": "soap", "ray": "ray"},
+}
+
+
+def missing(error: ImportError) -> DwindleError:
+    """The sentence that names the extra which brings a package. What no extra brings is raised as it came."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS:
+        raise error
+    return DwindleError(
+        f'This needs the package {package}, which is not installed: pip install "dwindle[{EXTRAS[package]}]".'
+    )
+
+
 def printable(name: str, most: int = 200) -> str:
     """Text of anywhere, as one line that can be printed and stored."""
     cut = name if len(name) <= most else name[:most] + "..."

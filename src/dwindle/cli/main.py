@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..core.registry import families
-from ..errors import DwindleError
+from ..errors import DwindleError, missing
 from ..show.terminal import aside, plain
 from ..version import __version__
 from .families import answered, single
@@ -86,7 +86,10 @@ app = typer.Typer(
 def main() -> None:
     """Errors a user can mend are one sentence on stderr and exit code 2."""
     try:
-        app()
+        try:
+            app()
+        except ModuleNotFoundError as error:  # of an extra
+            raise missing(error) from error
     except (DwindleError, OSError) as error:  # OSError: a full disk, a folder that may not be written
         aside.print(f"[red]dwindle:[/red] {plain(str(error))}", soft_wrap=True)
         sys.exit(2)

@@ -196,7 +196,8 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
     if os.path.exists(name):
         raise DwindleError(f"{name} is a file; a checkpoint is a folder holding {CONFIG} and {WEIGHTS}.")
     if not is_hub_id(name):
-        raise unknown("checkpoint", name, shipped(), hint="give a folder, a shipped name or a Hub id (owner/name)")
+        hint = "give a folder, a shipped name (a wheel holds fewer than the repository) or a Hub id (owner/name)"
+        raise unknown("checkpoint", name, shipped(), hint)
     return fetched(name, revision, [CONFIG, WEIGHTS])
 
 

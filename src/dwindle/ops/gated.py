@@ -12,18 +12,13 @@ import torch
 from torch import Tensor
 
 from . import gated_triton
-from .launch import TRITON, Tile, interpreted, power_of_two, precision
+from .launch import Tile, available, interpreted, power_of_two, precision
 
 
 def covers(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """bf16 has the range of float32, so a ratio of any size can be one; larger heads do not fit the tiles."""
     half = q.dtype == k.dtype == v.dtype == torch.bfloat16
-    return half and q.shape[-1] <= 128 and (q.is_cuda or _on_cpu()) and TRITON
-
-
-@torch.compiler.assume_constant_result
-def _on_cpu() -> bool:
-    return interpreted()
+    return half and q.shape[-1] <= 128 and available(q)
 
 
 def forward_tile(size: int, dtype: torch.dtype) -> Tile:

@@ -20,7 +20,11 @@ from ..methods.static import Static
 from ..methods.tome import ToMe
 from ..runtime.dtypes import check_runs, converted
 from ..show.demo import DEMO
+from .app import create_app
+from .connection import served_by
+from .guard import Hosts
 from .limits import Limits, checked_token
+from .metrics import Metrics
 from .models import Served, beside
 
 BESIDE: dict[str, Callable[[], Method]] = {  # on the first checkpoint's weights, without training
@@ -70,15 +74,6 @@ def serve(
     allowed: Sequence[str] = (),
 ) -> None:
     """allowed: names that the server may be asked under, besides `host` and localhost."""
-    try:
-        from .app import create_app
-        from .connection import served_by
-        from .guard import Hosts
-        from .metrics import Metrics
-    except ImportError as error:
-        raise DwindleError(
-            f"The server needs the package {error.name}, which is not installed: pip install 'dwindle[serve]'."
-        ) from error
     token = checked_token(os.environ.get("DWINDLE_TOKEN"))
     check_runs(dtype, device)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
