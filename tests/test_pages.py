@@ -23,6 +23,7 @@ import typer
 import dwindle
 from dwindle.cli import app
 from dwindle.core.backbone import Backbone
+from dwindle.core.registry import Family
 from dwindle.methods import Method
 from dwindle.train.recipe import changed, find_comparison, find_recipe
 
@@ -100,6 +101,7 @@ def small_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dic
     for registered in [name for name, kind in Method.registry.items() if kind.__module__ == PAGE]:
         del Method.registry[registered]
     Backbone.families[:] = [family for family in Backbone.families if family.__module__ != PAGE]
+    Family.known[:] = [family for family in Family.known if type(family).__module__ != PAGE]
 
 
 def before_cluster(world: dict[str, Any], patch: pytest.MonkeyPatch) -> None:
