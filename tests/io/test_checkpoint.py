@@ -16,7 +16,7 @@ import dwindle
 from dwindle.io.card import model_card
 from dwindle.io.checkpoint import find, load_vit_weights, read_config, shipped
 from dwindle.io.sets import evaluation_images
-from dwindle.models.adaperceiver.images import preprocess_for, served
+from dwindle.models.adaperceiver.images import served
 from shared.checkpoint import edit
 from shared.tiny import BACKBONES, METHODS, build, images_for
 
@@ -197,7 +197,7 @@ def test_shipped_adaperceiver_is_a_trained_one():
     data = Path(__file__).resolve().parents[3] / "shared" / "data" / "cifar100"
     if not data.is_dir():
         pytest.skip("no CIFAR-100 beside the repository")
-    images = evaluation_images(model, str(data), 128, preprocess=preprocess_for(model))
+    images = evaluation_images(model, str(data), 128)
     ((x, y),) = served(model, images, "cpu")(128)
     largest, early, least = model(x), model(x, exit=0.8), model(x, tokens=32, depth=6, width=96)
     right = [float((out.logits.argmax(-1) == y).float().mean()) for out in (largest, early, least)]

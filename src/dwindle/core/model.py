@@ -134,6 +134,11 @@ class AdaptiveViT(nn.Module):
         features = tokens.stream()
         return Output(self.backbone.readout(features), trace, features)
 
+    @property
+    def classes(self) -> int:
+        """Of its head; 0: it has none."""
+        return self.backbone.shape.classes
+
     def prepare(self) -> PreparedViT:
         """A copy for weights that stay, which answers as this machine computes fastest: `fast = model.prepare()`.
 

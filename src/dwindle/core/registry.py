@@ -56,6 +56,10 @@ class Family:
         """The model card of a checkpoint, from its config alone."""
         raise NotImplementedError
 
+    def preprocess(self, model: Any) -> dict[str, Any]:
+        """Settings of `io.images.Preprocess` that a model wants its images by, where no checkpoint says."""
+        return {}
+
     def prepare(self, model: Any) -> Any:
         """A copy for weights that stay, which answers as this machine computes fastest."""
         raise DwindleError(f"{self.many[0].upper()}{self.many[1:]} cannot be prepared; call the model itself.")

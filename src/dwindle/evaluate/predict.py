@@ -26,7 +26,7 @@ from ..core.model import AdaptiveViT, Output
 from ..errors import DwindleError
 from ..files import draft, write_text
 from ..io.checkpoint import CONFIG, WEIGHTS, find, load_as
-from ..io.classes import class_count, class_names, known_classes
+from ..io.classes import class_names, known_classes
 from ..io.datasets import Images, Parquet, from_file, matched, open_data, relabelled
 from ..io.folders import image_files
 from ..io.images import preprocess_of
@@ -92,7 +92,7 @@ def _labels(model: AdaptiveViT, images: Images) -> tuple[dict[str, Any], np.ndar
         return {}, nothing
     try:
         given = images.select(np.flatnonzero(images.labels >= 0))
-        found = matched(given, known_classes(model), class_count(model)).match
+        found = matched(given, known_classes(model), model.classes).match
     except DwindleError as error:
         return {"matched": None, "why": str(error)}, nothing
     assert found is not None

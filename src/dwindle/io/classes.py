@@ -23,10 +23,6 @@ IN_ORDER = 0.9  # share of a list's names that must be ImageNet's, each in its p
 NONE = -1
 
 
-def class_count(model: Any) -> int:
-    return model.backbone.shape.classes if hasattr(model, "backbone") else model.classes
-
-
 def known_classes(model: Any) -> list[str] | None:
     """What a checkpoint, a Hugging Face config or timm's says that the classes are called."""
     vit = getattr(model, "vit", None)
@@ -35,19 +31,19 @@ def known_classes(model: Any) -> list[str] | None:
     placeholders = all(re.fullmatch(r"LABEL_\d+", name) for name in labels)
     timms = (getattr(vit, "pretrained_cfg", None) or {}).get("label_names")
     for names in ((getattr(model, "extra", None) or {}).get("classes"), None if placeholders else labels, timms):
-        if isinstance(names, list | tuple) and len(names) == class_count(model):
+        if isinstance(names, list | tuple) and len(names) == model.classes:
             return [str(name) for name in names]
     return None
 
 
 def class_names(model: Any) -> list[str] | None:
     """As `known_classes`; else ImageNet's, for a head of as many classes as one of its sets has."""
-    if not class_count(model):
+    if not model.classes:
         raise DwindleError(
             "This model has no head (num_classes=0): what it answers is an embedding and no class; give it one, or use "
             "out.logits from Python."
         )
-    return known_classes(model) or imagenet_names(class_count(model))
+    return known_classes(model) or imagenet_names(model.classes)
 
 
 def imagenet_names(count: int) -> list[str] | None:

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..core.registry import family_of
 from ..errors import DwindleError, brief, unknown
 from ..files import shown
 from ..settings import Above0, ImageSize, Within, check_fields
 
 if TYPE_CHECKING:
-    from ..core.model import AdaptiveViT
+    pass
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # Pillow's rarer decoders are slow to ask and less safe
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb; here it is an error
@@ -251,7 +252,7 @@ class Preprocess:
         return x.div_(255).sub_(mean).div_(std)
 
 
-def preprocess_of(model: AdaptiveViT) -> Preprocess:
-    """What the checkpoint says; else what the backbone was trained with."""
-    saved = getattr(model, "extra", {}).get("preprocess")
-    return Preprocess.from_dict(saved) if saved else Preprocess.of(model.vit)
+def preprocess_of(model: nn.Module) -> Preprocess:
+    """What the checkpoint says; else what the model's family does."""
+    said: Any = getattr(model, "extra", {})
+    return Preprocess.from_dict(said.get("preprocess") or family_of(model).preprocess(model))

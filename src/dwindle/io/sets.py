@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DwindleError
-from .classes import class_count, known_classes
+from .classes import known_classes
 from .datasets import Images, from_file, hold_out, limit, matched, open_data
 from .folders import EVALUATION, NoSplit
-from .images import Preprocess, preprocess_of
+from .images import preprocess_of
 
 SHARE = 0.1  # of the training images, held out where there are no others
 SEED = 0  # the same for every run, so that no model, nor its teacher, has seen what another is evaluated on
@@ -52,20 +52,19 @@ def evaluation_images(
     seed: int | None = None,
     labelled: bool = True,
     holdout: float | None = None,
-    preprocess: Preprocess | None = None,
 ) -> Images:
     """A data set's evaluation images as the model takes them, labelled by its classes: the first `count`, or so many
     drawn with `seed`.
 
-    labelled: False leaves the labels as they are. preprocess: by itself the model's.
+    labelled: False leaves the labels as they are.
     holdout: of data without splits the share to evaluate on, 0 for all; by itself what was held out when the model was
         trained on it, else all.
     """
     images = evaluation_part(model, data, holdout)
     if labelled:
-        images = matched(images, known_classes(model), class_count(model))
+        images = matched(images, known_classes(model), model.classes)
     images = images if count is None else limit(images, count, seed)
-    images.transform = (preprocess or preprocess_of(model)).eval_transform()
+    images.transform = preprocess_of(model).eval_transform()
     return images
 
 
@@ -73,7 +72,7 @@ def parts_for(model: Any, data: str, eval_data: str | None = None) -> tuple[Imag
     """Training and evaluation images for a model that is trained, parted as they were then, labelled by its classes."""
     share = _kept(model).get("share", SHARE)
     train, held, _ = training_and_evaluation(data, eval_data, share)
-    names, count = known_classes(model), class_count(model)
+    names, count = known_classes(model), model.classes
     return matched(train, names, count), matched(held, names, count)
 
 

@@ -33,7 +33,7 @@ from ..evaluate.analysis import (
 )
 from ..files import check_folder, write_text
 from ..io.checkpoint import family_at, find, load_as, read_config
-from ..io.classes import class_count, class_names, known_classes
+from ..io.classes import class_names, known_classes
 from ..io.datasets import Images
 from ..io.images import preprocess_of
 from ..io.sets import evaluation_images
@@ -80,7 +80,7 @@ def report(
     if not len(images):
         raise DwindleError(f"'{images.name}' holds no images to report on; choose another --data.")
     ours, theirs = known_classes(model), known_classes(rival)
-    if class_count(model) != class_count(rival) or (ours and theirs and ours != theirs):
+    if model.classes != rival.classes or (ours and theirs and ours != theirs):
         raise DwindleError(f"{static} does not have the classes of {folders[0]}; compare runs on the same data.")
     stream = Stream(images, batch, device, progress)
     seen = measure(model, stream)

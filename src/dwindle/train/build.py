@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.model import AdaptiveViT
 from ..errors import DwindleError, unknown
 from ..io.checkpoint import find, load, load_vit_weights, read_config
-from ..io.classes import class_count, known_classes, match
+from ..io.classes import known_classes, match
 from ..io.datasets import Images
 from ..io.download import no_waiting
 from ..tasks.classify import is_checkpoint
@@ -26,7 +26,7 @@ def teacher_classes(model: Any, images: Images, named: str, device: torch.device
         images.classes,
         images.num_classes,
         known_classes(model),
-        class_count(model),
+        model.classes,
         named=images.name,
         owner=f"the teacher {named}",
     )

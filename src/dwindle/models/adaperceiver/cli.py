@@ -17,7 +17,7 @@ from ...errors import DwindleError
 from ...files import write_text
 from ...io.datasets import Images, open_data
 from ...io.datasets import limit as first
-from ...io.images import load_image
+from ...io.images import load_image, preprocess_of
 from ...io.sets import evaluation_images
 from ...runtime.dtypes import DTYPES, check_runs, converted
 from ...show.drawing import file_stems
@@ -48,7 +48,6 @@ from .compare import POLICIES, markdown, summarised
 from .family import PRESET, AdaPerceivers
 from .figures import certainty, class_name, interpolation, maps, tradeoffs
 from .grid import exit_latencies, latencies
-from .images import preprocess_for
 from .model import AdaPerceiver
 from .policies import load_policy
 from .settings import check
@@ -102,7 +101,7 @@ def evaluate(
             chosen = chooser.to(images.device, images.dtype).choose(patches)
             return fast(images, *chosen, setting["width"], exit, exit_depths, patches)
 
-    images = evaluation_images(model, data, limit, holdout=holdout, preprocess=preprocess_for(model))
+    images = evaluation_images(model, data, limit, holdout=holdout)
     images.skip = skip_corrupt
     result = evaluated(model, images, batch, workers, device, ask=ask)
     if result is None:
@@ -208,7 +207,7 @@ def _bench_exit(
     kinds = (None, exit_depths) if exit_depths else (None,)
     asked = [(tau, some) for tau in numbers("--exit", exit, float) for some in kinds]
     photos = first(open_data(data, "test"), max(TIMED, *batches), seed=0)
-    prepare = preprocess_for(model).eval_transform()
+    prepare = preprocess_of(model).eval_transform()
     images = torch.stack([prepare(photos.image(i)) for i in range(len(photos))])
     for tau, some in asked:
         check(model, images, tau, some)
@@ -260,7 +259,7 @@ def view(
     if out.is_file():
         raise DwindleError(f"{out} is a file; --out is a folder for the figures.")
     model, place = load_network(checkpoint, dense=True), device_for(device)
-    prepare, names = preprocess_for(model), model.extra.get("classes")
+    prepare, names = preprocess_of(model), model.extra.get("classes")
     task = dense.task_of(model, checkpoint) if model.outputs == "dense" else None
     model.eval().to(place)
     photos = [load_image(path) for path in images]
@@ -300,7 +299,7 @@ def _view_dense(
     counts, names = model.tokens[:: -(-len(model.tokens) // 4)], model.extra.get("classes")
     counts = (*[t for t in counts if t != model.tokens[-1]], model.tokens[-1])
     for (path, photo), stem in zip(photos, file_stems([path.stem for path, _ in photos])):
-        x = dense.squeezed(dense.pixels(photo), model.image, preprocess_for(model))[None].to(place)
+        x = dense.squeezed(dense.pixels(photo), model.image, preprocess_of(model))[None].to(place)
         size = tuple(max(1, round(side * min(1.0, LONGEST / max(photo.size)))) for side in photo.size[::-1])
         seen = {f"{t} tokens": dense.predict(model, x, task, size, tokens=t)[0].cpu() for t in counts}
         last = seen[f"{counts[-1]} tokens"]

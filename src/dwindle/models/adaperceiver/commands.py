@@ -14,6 +14,7 @@ from ...files import check_folder, write_text
 from ...io.checkpoint import load_as
 from ...io.datasets import limit as first
 from ...io.datasets import open_data
+from ...io.images import preprocess_of
 from ...io.sets import evaluation_images, parts_for
 from ...runtime.dtypes import DTYPES, check_runs
 from ...show.terminal import (
@@ -34,7 +35,7 @@ from ...show.terminal import (
 from . import figures
 from . import grid as measured
 from . import policies as rules
-from .images import preprocess_for, served
+from .images import served
 from .model import AdaPerceiver
 from .settings import check_exits
 
@@ -50,7 +51,7 @@ def load_network(checkpoint: str, dense: bool = False) -> AdaPerceiver:
 def _components(model: Any, checkpoint: str, data: str, out: Path, count: int, place: str) -> None:
     """Fig. 15-17 of the first images of a data set."""
     images = first(open_data(data, "test"), count)
-    prepare = preprocess_for(model).eval_transform()
+    prepare = preprocess_of(model).eval_transform()
     model.eval().to(place)
     out.mkdir(parents=True, exist_ok=True)
     made = []
@@ -84,7 +85,7 @@ def grid(
     model.check_tokens(more)
     if model.outputs == "dense":
         return _components(model, checkpoint, data, out, limit or 4, place)
-    images = evaluation_images(model, data, limit, preprocess=preprocess_for(model))
+    images = evaluation_images(model, data, limit)
     held = served(model, images, place)
     with progress_bar() as bar:
         task = bar.add_task("images", total=held.count)

@@ -24,12 +24,11 @@ from ...io.batches import loader
 from ...io.datasets import Images
 from ...io.datasets import limit as first
 from ...io.folders import is_image
-from ...io.images import Preprocess, load_image, open_file
+from ...io.images import Preprocess, load_image, open_file, preprocess_of
 from ...runtime.dtypes import dtype_of
 from ...settings import Share
 from ...tasks.classify import Classify
 from ...train.learner import Learner
-from .images import preprocess_for
 from .model import AdaPerceiver
 from .recipe import AdaRecipe, Three
 from .train import AdaLearner
@@ -261,7 +260,7 @@ def evaluate(
     """mIoU or RMSE of a trained network on `Scenes` at one setting, and its cost."""
     place = torch.device(device)
     fast = model.eval().to(place).prepare()
-    scenes.size, scenes.preprocess, scenes.transform = model.image, preprocess_for(model), True
+    scenes.size, scenes.preprocess, scenes.transform = model.image, preprocess_of(model), True
     score, macs, number = Score(scenes.task, model.classes), 0.0, dtype_of(model)
     for x, y in loader(scenes, batch, workers=workers):
         out = fast(x.to(place, number), **setting)

@@ -50,6 +50,9 @@ class AdaPerceivers(Family):
     def card(self, config: dict[str, Any], name: str) -> str:
         return vision_card(config, name, "AdaPerceiver: tokens, depth and width are chosen at run time.")
 
+    def preprocess(self, model: AdaPerceiver) -> dict[str, Any]:
+        return {"size": model.image}
+
     def prepare(self, model: AdaPerceiver) -> PreparedPerceiver:
         return PreparedPerceiver(model)
 

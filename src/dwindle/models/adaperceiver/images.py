@@ -7,19 +7,14 @@ from typing import Any
 from ...io.augment import Augment
 from ...io.batches import Resident, loader
 from ...io.datasets import Images
-from ...io.images import Preprocess
-
-
-def preprocess_for(model: Any) -> Any:
-    saved = model.extra.get("preprocess")
-    return Preprocess.from_dict(saved) if saved else Preprocess(size=model.image)
+from ...io.images import preprocess_of
 
 
 def served(model: Any, images: Images, device: str, resident: Resident | None = None) -> Any:
     """Images ready on the device: a function (batch, epoch or None) -> batches, in order where there is no epoch.
     resident: the same images, where they were decoded before.
     """
-    wanted = preprocess_for(model)
+    wanted = preprocess_of(model)
     if resident is None and len(images) <= 100_000:
         resident = Resident(images, wanted.size, device, crop_pct=wanted.crop_pct, interpolation=wanted.interpolation)
 

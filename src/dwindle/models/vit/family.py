@@ -12,6 +12,7 @@ from ...core.model import AdaptiveViT
 from ...core.registry import Family, discover
 from ...io.card import vision_card
 from ...io.hub import push_to_hub
+from ...io.images import Preprocess
 from ...ops.int8 import is_int8
 from ...runtime.prepared import PreparedViT
 from .load import adapted
@@ -58,6 +59,9 @@ class VisionTransformers(Family):
         backbone, method = config["backbone"]["model"] or "a vision transformer", config["method"]["name"]
         told = f"{backbone} with {method}: tokens stop being computed when they are done."
         return vision_card(config, name, told)
+
+    def preprocess(self, model: AdaptiveViT) -> dict[str, Any]:
+        return Preprocess.of(model.vit).to_dict()
 
     def prepare(self, model: AdaptiveViT) -> PreparedViT:
         return PreparedViT(model)
