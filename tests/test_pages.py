@@ -205,6 +205,8 @@ def check_command(command: str) -> None:
 def check_arguments(words: list[str]) -> None:
     """As the command line itself parses them; `[--set k=v]` in brackets is optional, and checked too."""
     words = [word.strip("[]").rstrip(".") for word in words]
+    if words[0].isupper():
+        return  # stands for any
     command = command_line(words[0])
     if len(words) == 1:
         return
