@@ -109,8 +109,7 @@ class AdaptiveViT(nn.Module):
         shape = self.backbone.shape
         with cutting(images):
             embedded = self.backbone.embed(images)
-        tokens = start(embedded, shape.prefix)
-        tokens.reader, tokens.compiling = self.backbone.readout, compiled_now()
+        tokens = start(embedded, shape.prefix).changed(reader=self.backbone.readout, compiling=compiled_now())
         if depths is not None:
             if tuple(depths.shape) != tuple(tokens.shape):
                 wanted = " x ".join(map(str, tokens.shape))

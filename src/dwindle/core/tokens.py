@@ -86,6 +86,10 @@ class Tokens:
         other.__dict__.update(self.__dict__, **values)
         return other
 
+    def numbers(self, value: float) -> Tensor:
+        """This number for each row, in at least float32."""
+        return torch.full(self.x.shape[:-1], value, dtype=exact(self.x.dtype), device=self.x.device)
+
     def update(self, call: Callable[[Tensor], Tensor], block: nn.Module, probe: Probe) -> Tokens:
         """The rows after a block. call: its forward on a plain tensor, during which `probe` is caught; a layout that
         runs the block by its parts catches it itself."""
@@ -146,7 +150,7 @@ class Tokens:
     def size(self) -> Tensor:
         """How many tokens each row is the mean of: 1 until it has been merged with others."""
         size = self.notes.get("size")
-        return torch.ones_like(wide(self.x[..., 0])) if size is None else size
+        return self.numbers(1.0) if size is None else size
 
     def merged(self, keep: Tensor, how: Merge) -> Self:
         """The rows after those that leave have joined others. They still are live: `advance` takes them out."""
@@ -236,6 +240,11 @@ class Tokens:
             self.notes["final"] = self.notes["final"] + step if "final" in self.notes else step
 
 
-def wide(x: Tensor) -> Tensor:
+def exact(dtype: torch.dtype) -> torch.dtype:
     """At least float32: scores are added up and compared, which half precision is too coarse for."""
-    return x if x.dtype == torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.promote_types(dtype, torch.float32)
+
+
+def wide(x: Tensor) -> Tensor:
+    """In at least float32."""
+    return x.to(exact(x.dtype))

@@ -1,7 +1,7 @@
 """AHT-ViT: Adaptive Halting Transformer with Planned Depth Execution. Equation numbers are the paper's.
 
-What the paper leaves open is an argument here. Trained as printed it collapses to one depth for all tokens, so the
-defaults ground it; `AHT.as_printed()` is the paper. docs/methods/aht.md says what each choice is for, and measures it.
+What the paper leaves open is an argument here. Trained as printed, all tokens end at one depth; the defaults prevent
+that, and `AHT.as_printed()` is the paper. docs/methods/aht.md says what each choice is for, and measures it.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class Planner(nn.Module):
         return wide(tokens.linear(self.out, hidden)[..., 0])
 
     def standing(self, tokens: Tokens, x: Tensor) -> Tensor:
-        """Where a token stands among all tokens of all images, with mean 0 and deviation 1: the least stop first.
+        """A token's score among all tokens of all images, with mean 0 and deviation 1; the lowest stop first.
 
-        Standardised as in batch norm, by the batch while training and by the running moments after: plans cannot
-        collapse to one depth whatever the losses push, and an image is judged without looking at its batch.
+        Standardised as in batch norm, by the batch in training and by running moments after it. So plans cannot
+        collapse to one depth whatever the losses push, and what becomes of an image does not depend on its batch.
         """
         score = self(tokens, x)
         if not self.training:
@@ -96,7 +96,7 @@ class Planner(nn.Module):
 
 
 def _moments(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation over the tokens that count, of all processes."""
+    """Mean and deviation over the counted tokens of all processes."""
     weight = counted.to(values.dtype)
     count = ranks.total(weight.sum()).clamp_min(1)
     mean = ranks.total((weight * values).sum()) / count
@@ -137,13 +137,14 @@ class AHT(Method):
     ) -> None:
         """
         stages: planners sit after these blocks. hidden: width of their hidden layer; None: a quarter of the model's.
-        threshold: T; a token halts when its scores add up to T. Turn it after training to trade cost for accuracy. One
-            score is always below 1: at the paper's T = 1 every token runs a block after the one at which it is done.
+        threshold: T; a token halts when its scores add up to T. Set it after training to trade cost for accuracy. One
+            score is always below 1, so at the paper's T = 1 a token runs one more block than it was planned to.
         budget: the share of the static cost (0.67), or GMACs ('3.1G'), that training holds. Plans then are relative: a
             token that stands below the bar stops at the stage, one above it goes to the end, and the bar moves.
-            None: plans are free depths, as printed, and only lambda_p decides what they cost.
+            None: plans are free depths, as printed, and lambda_p alone decides what they cost.
         lambda_p, lambda_t: weights of the ponder cost (Eq. 1) and of the target-depth term (Eq. 2).
-        lambda_i: weight of the importance term, used with a teacher: planners foretell where its class token looks.
+        lambda_i: weight of the importance term, used with a teacher: planners learn to predict its class token's
+            attention.
         sigma: width of the planned distribution (Eq. 3).
         neuron, gamma, beta: h = sigmoid(gamma * f + beta), f that neuron after the MLP's first linear layer.
         follow: the plan joins the supervisor's feature, f + follow * (l - plan); 0 is the paper, where plans are
@@ -154,10 +155,10 @@ class AHT(Method):
         p_actual: the distribution behind the scores, 'act' (scores, then a remainder) or 'hazard'.
         ponder: a form of Eq. 1 with a gradient, 'expected' (mean depth under p_actual) or 'remainder' (N + r).
         halted_plans: tokens halted before a stage are left out of its KL ('skip') or planned at 0 ('zero', Listing 1).
-        halt_class: the class token and other prefix tokens may halt too.
-        merge: what becomes of a halted token for those who go on. 'none': it is gone, as in the paper; 'nearest': it
-            joins the most alike token that goes on, which becomes their mean and is attended to as the many it stands
-            for (as in ToMe; from the first stage on); 'rest': all join one token of the image.
+        halt_class: whether the class token and other prefix tokens may halt.
+        merge: what a halted token leaves behind. 'none': nothing, as in the paper; 'nearest': it joins the most alike
+            token that goes on, which becomes their mean and counts in attention as that many tokens (as in ToMe; from
+            the first stage on); 'rest': all that halt join one token of the image.
         ramp: share of the training over which budget and loss weights are brought in.
         """
         super().__init__()
@@ -174,7 +175,7 @@ class AHT(Method):
         self.beta = nn.Parameter(torch.tensor(float(beta)))
         self.planners = nn.ModuleDict()
         self.bar: Tensor
-        self.register_buffer("bar", torch.tensor(-2.0))  # nearly everyone stands above it
+        self.register_buffer("bar", torch.tensor(-2.0))  # nearly all scores are above it
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> AHT:
@@ -210,13 +211,13 @@ class AHT(Method):
         return not self.halt_class
 
     def start(self, tokens: Tokens) -> Tokens:
-        zero = torch.zeros_like(wide(tokens.x[..., 0]))
+        zero = tokens.numbers(0.0)
         # Sums that begin at -inf never reach the threshold.
         tokens.notes["cumulative"] = zero if self.halt_class else zero.masked_fill(tokens.is_prefix, -torch.inf)
         # Until the first planner has planned, all tokens go to the end.
-        tokens.notes["plan"] = torch.full_like(zero, self.shape.blocks)
+        tokens.notes["plan"] = tokens.numbers(self.shape.blocks)
         if self.straight_through and self.training:
-            tokens.notes["survival"] = zero + 1
+            tokens.notes["survival"] = tokens.numbers(1.0)
         if self.merge == "rest":
             tokens.notes["rest"] = zero.bool()  # whether it is the image's rest token
         return tokens
@@ -261,7 +262,7 @@ class AHT(Method):
         return score, None if early else keep, rows
 
     def _plan(self, layer: int, tokens: Tokens) -> dict[str, Tensor]:
-        """Depths in [1, L], noted on the tokens."""
+        """Planned depths in [1, L], written to the tokens' notes; what the trace records of them."""
         planner: Any = self.planners[str(layer)]
         blocks = self.shape.blocks
         if tokens.rows is not None and self.relative:
@@ -334,9 +335,9 @@ class AHT(Method):
             exits = trace.depth[:, first:]
             ponder = (exits + (actual * (layers == exits)).sum(0)).mean()
         divergences = []
-        nobody = torch.full(trace.shape, torch.nan, device=actual.device, dtype=actual.dtype)
+        none = torch.full(trace.shape, torch.nan, device=actual.device, dtype=actual.dtype)
         for stage in self.stages:
-            plan = trace.plans.get(stage, nobody)  # a pack that is empty by then does not reach the stage
+            plan = trace.plans.get(stage, none)  # a pack that is empty by then does not reach the stage
             plan = plan[:, first:].detach() if self.plan_leads else plan[:, first:]
             silent = plan.isnan()
             planned = log_gaussian(plan.nan_to_num(0.0), trace.blocks, self.sigma)
@@ -352,7 +353,7 @@ class AHT(Method):
     def _importance(self, trace: Trace, teacher: Trace) -> Tensor:
         """Squared distance of the standings to the attention the teacher's class token pays a token over all blocks.
 
-        What a token will get later says more of what the task needs than what it gets at the stage itself.
+        Attention that a token gets later says more about its use for the task than what it gets at the stage itself.
         """
         paid = teacher.stack("attention").mean(0)[:, trace.prefix :].clamp_min(1e-6).log()
         mean, deviation = _moments(paid, torch.ones_like(paid, dtype=torch.bool))

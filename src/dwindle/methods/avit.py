@@ -64,7 +64,7 @@ class AViT(Method):
         require(0 <= self.neuron < shape.width, f"neuron = {self.neuron}", f"the blocks' output has {shape.width}")
 
     def start(self, tokens: Tokens) -> Tokens:
-        tokens.notes["cumulative"] = torch.zeros_like(wide(tokens.x[..., 0]))
+        tokens.notes["cumulative"] = tokens.numbers(0.0)
         return tokens
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:

@@ -55,7 +55,7 @@ class PonderNet(Method):
         )
 
     def start(self, tokens: Tokens) -> Tokens:
-        tokens.notes["going"] = torch.ones_like(wide(tokens.x[..., 0]))  # prod_j (1 - lambda_j)
+        tokens.notes["going"] = tokens.numbers(1.0)  # prod_j (1 - lambda_j)
         return tokens
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
