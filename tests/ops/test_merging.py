@@ -51,11 +51,12 @@ def test_layouts_merge_alike(seed, by_size, nearest, moved):
     images, count, prefix = 3, 9, 1
     x = torch.randn(images, count, 4, generator=draw, dtype=torch.float64)
     packed, masked = Packed.start(x, prefix), Masked.start(x, prefix)
-    padded = Padded.start(x, prefix, moves=None if moved else ())
+    padded = Padded.start(x, prefix, moves=None if moved else (), prefix_stays=bool(seed % 2))
     for _ in range(2):
         keep = torch.rand(images, count, generator=draw) < 0.6
         keep[:, : prefix + 1] = True
-        keep[0] = True  # an image that nobody leaves
+        keep[0] = True  # an image that no token leaves
+        keep[1, prefix:] &= not nearest  # one in which no patch stays
         live = masked.live
         keys = torch.randn(images, count, 2, generator=draw, dtype=torch.float64)
         weight = None if by_size else torch.rand(images, count, generator=draw, dtype=torch.float64)
@@ -71,4 +72,5 @@ def test_layouts_merge_alike(seed, by_size, nearest, moved):
             mine, size = tokens.where.dense_rows(tokens.size), masked.size
             torch.testing.assert_close(mine[masked.live], size[masked.live])
         if by_size:
-            assert torch.equal(masked.image_sum(masked.size).long(), torch.full((images,), count))
+            sizes = masked.image_sum(masked.size).long().tolist()
+            assert sizes == [count, prefix if nearest else count, count]

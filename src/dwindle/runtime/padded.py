@@ -177,13 +177,14 @@ class Padded(Masked):
     def _joined(self, keep: Tensor, how: Merge, order: Tensor | None) -> tuple[Tensor, Tensor]:
         """`merged`, of the rows `order` (None: all): one matrix product, as runtimes are slow to scatter."""
         if how.into is None:
-            into, name = self.nearest(keep), torch.arange(self.x.shape[1], device=self.x.device).expand_as(keep)
+            into = self.nearest(keep)
+            to = torch.arange(keep.shape[1], device=keep.device) if order is None else order[:, None]
         else:
-            into, name = how.into, self.flat_index
+            into = how.into
+            to = (self.flat_index if order is None else self.flat_index.gather(1, order))[:, None]
         weight = self.size if how.weight is None else how.weight
-        to = name if order is None else name.gather(1, order)
-        joins = self.live[:, :, None] & (into[:, :, None] == to[:, None, :])  # (B, from, to)
-        given = torch.where(joins, weight[..., None], 0.0)
+        # Rows that had left before give nothing.
+        given = torch.where(into[..., None] == to, torch.where(self.live, weight, 0.0)[..., None], 0.0)  # (B, from, to)
         total = given.sum(1)
         if how.weight is None:
             mean = (given.transpose(1, 2) @ wide(self.x)) / total.clamp_min(1)[..., None]
@@ -193,16 +194,16 @@ class Padded(Masked):
         return torch.where((total > weight)[..., None], mean.to(x.dtype), x), total
 
     def nearest(self, keep: Tensor) -> Tensor:
-        """As in the masked layout, in fewer operations: the length of one's own key plays no part."""
+        """As in the masked layout, in fewer operations. Where no patch stays, rows join one that nothing reads."""
+        if not self.prefix_stays:
+            return super().nearest(keep)
         assert self.probed.keys is not None
         keys = wide(self.probed.keys)
-        patch = self.live & ~self.is_prefix
-        staying = patch & keep
-        length = keys.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-        alike = keys @ (keys / length).transpose(1, 2)
-        best = torch.where(staying[:, None, :], alike, NEVER).argmax(-1)
-        own = torch.arange(keys.shape[1], device=keys.device)
-        return torch.where(patch & ~keep & staying.any(-1, keepdim=True), best, own)
+        length = keys.norm(dim=-1, keepdim=True).clamp_min(1e-12)  # that of a leaving row's own key plays no part
+        alike = keys @ (keys / length)[:, self.prefix :].transpose(1, 2)
+        stays = self.live & keep
+        best = torch.where(stays[:, None, self.prefix :], alike, NEVER).argmax(-1) + self.prefix
+        return torch.where(stays, torch.arange(keys.shape[1], device=keys.device), best)
 
     @property
     def _front_stays(self) -> bool:
