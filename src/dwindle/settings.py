@@ -120,7 +120,8 @@ def check_fields(owner: Any) -> None:
 
 def options(given: Any, kind: Any, owner: str) -> dict[str, Any]:
     """A dictionary whose names and values are those of a TypedDict. owner: whose settings they are."""
-    return fitted(given, kind, "options", owner)
+    fitting: dict[str, Any] = fitted(given, kind, "options", owner)
+    return fitting
 
 
 def fitted(value: Any, kind: Any, name: str, owner: str) -> Any:

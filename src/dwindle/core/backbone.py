@@ -132,7 +132,7 @@ class Backbone:
 
     def __init__(self, vit: nn.Module) -> None:
         self.vit = vit
-        self._shape: tuple[tuple, Shape] | None = None
+        self._shape: tuple[tuple[Any, ...], Shape] | None = None
 
     # What a family provides.
     @classmethod
@@ -190,7 +190,7 @@ class Backbone:
         return self._shape[1]
 
     @property
-    def changeable(self) -> tuple:
+    def changeable(self) -> tuple[Any, ...]:
         """What of the shape may change after wrapping; cheap to ask."""
         raise NotImplementedError
 
@@ -224,7 +224,7 @@ class Backbone:
         for block in self.blocks:
             attention = self.attention(block)
             # A partial and no bound method: it can be pickled, and so can the model.
-            attention.forward = partial(attention_forward, attention)  # type: ignore[method-assign]
+            attention.forward = partial(attention_forward, attention)
             self.mlp_in(block).register_forward_hook(catch_probe)
             for module in block.modules():
                 if is_drop_path(module):

@@ -80,15 +80,17 @@ class Masked(Tokens):
     def nearest(self, keep: Tensor) -> Tensor:
         assert self.probed.keys is not None
         patch = self.live & ~self.is_prefix
-        return self._quick(nearest_ref)(self.probed.keys.detach(), patch & keep, patch & ~keep)
+        into: Tensor = self._quick(nearest_ref)(self.probed.keys.detach(), patch & keep, patch & ~keep)
+        return into
 
     def rows_of(self, place: Tensor) -> Tensor:
         return place
 
     def joined(self, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
-        return self._quick(merge_ref)(self.x, weight, into)
+        merged: tuple[Tensor, Tensor] = self._quick(merge_ref)(self.x, weight, into)
+        return merged
 
-    def _quick(self, function: Callable) -> Callable:
+    def _quick(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return _compiled(function) if self.compiling else function
 
     @property
@@ -134,7 +136,7 @@ class Masked(Tokens):
 
 
 @cache
-def _compiled(function: Callable) -> Callable:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 

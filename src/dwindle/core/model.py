@@ -143,7 +143,8 @@ class AdaptiveViT(nn.Module):
 
         What happens to this model afterwards does not reach it: prepare again after training.
         """
-        return family_of(self).prepare(self)
+        prepared: PreparedViT = family_of(self).prepare(self)
+        return prepared
 
     def loss(
         self,

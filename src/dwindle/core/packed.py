@@ -110,7 +110,7 @@ class Packed(Tokens):
     def pad(self, rows: Tensor) -> Tensor:
         images, longest = self.shape[0], max(self.lengths)
         flat = rows.new_zeros(images * longest, *rows.shape[1:]).index_copy(0, self._slot, rows)
-        return flat.unflatten(0, (images, longest))
+        return flat.view(images, longest, *rows.shape[1:])
 
     def unpad(self, padded: Tensor) -> Tensor:
         return padded.flatten(0, 1).index_select(0, self._slot)

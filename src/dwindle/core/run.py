@@ -44,7 +44,8 @@ class Run:
                 out = block(x)
             finally:
                 _now.run = None
-            return out[0] if isinstance(out, tuple) else out
+            x_out: Tensor = out[0] if isinstance(out, tuple) else out
+            return x_out
 
         return call
 
@@ -80,7 +81,9 @@ class _Core(TorchFunctionMode):
         super().__init__()
         self.work = run
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)

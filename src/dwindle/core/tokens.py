@@ -101,7 +101,8 @@ class Tokens:
 
     def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """A narrow layer of a method's own, on rows or on images."""
-        return layer(x)
+        out: Tensor = layer(x)
+        return out
 
     def look(self, probe: Probe, q: Tensor, k: Tensor, scale: float | None = None) -> Probed:
         """What a probe asks of attention."""

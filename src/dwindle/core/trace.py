@@ -75,7 +75,7 @@ class Trace:
     @property
     def patches(self) -> Tensor:
         """(B, rows, columns): depth of the image's patches, for maps."""
-        return self.depth[:, self.prefix :].unflatten(1, self.grid)
+        return self.depth[:, self.prefix :].view(-1, *self.grid)
 
     @property
     def mean_depth(self) -> Tensor:

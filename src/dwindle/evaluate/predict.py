@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader, Dataset
 from ..core.model import AdaptiveViT, Output
 from ..errors import DwindleError
 from ..files import draft, write_text
-from ..io.checkpoint import CONFIG, WEIGHTS, find, load_as
+from ..io.checkpoint import WEIGHTS, find, load_as
 from ..io.classes import class_names, known_classes
+from ..io.config import CONFIG
 from ..io.datasets import Images, Parquet, from_file, matched, open_data, relabelled
 from ..io.folders import image_files
 from ..io.images import preprocess_of

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.registry import family_named
 from ..files import write_text
-from .checkpoint import read_config
+from .config import read_config
 
 CARD = "README.md"
 

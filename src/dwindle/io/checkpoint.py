@@ -33,7 +33,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def save(
     model: nn.Module,
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     *,
     what: str = "all",
     half: bool = False,
@@ -100,7 +100,7 @@ def _storable(value: Tensor, half: bool) -> Tensor:
     return value.contiguous().clone()
 
 
-def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: str | None = None) -> Any:
+def load(source: str | os.PathLike[str], *, vit: nn.Module | None = None, revision: str | None = None) -> Any:
     """Read a checkpoint: a folder, the name of one that ships with Dwindle, or a Hub id. In eval mode, on the CPU.
 
     vit: put the weights into this model instead of building one; needed where only the method was saved.
@@ -112,14 +112,15 @@ def load(source: str | os.PathLike, *, vit: nn.Module | None = None, revision: s
     return model.eval()
 
 
-def load_as(kind: type[Model], source: str | os.PathLike, *, inner: nn.Module | None = None) -> Model:
+def load_as(kind: type[Model], source: str | os.PathLike[str], *, inner: nn.Module | None = None) -> Model:
     """`load`, where only models of this class will do; others are refused by what they are. inner: as `vit` there."""
     found = family_at(source)
     wanted = next(family for family in families() if issubclass(family.model, kind))
     if found is not wanted:
         own = listed(found.commands)
         raise DwindleError(f"{source} is {found.one}, and this takes {wanted.many}; with it use dwindle {own}.")
-    return load(source, vit=inner)
+    model: Model = load(source, vit=inner)
+    return model
 
 
 def planned(make: Callable[[], Any], folder: Path) -> Any:
@@ -184,7 +185,7 @@ def shipped() -> dict[str, Path]:
     return {folder.name: folder for folder in sorted(assets.iterdir()) if (folder / CONFIG).is_file()}
 
 
-def find(source: str | os.PathLike, revision: str | None = None) -> Path:
+def find(source: str | os.PathLike[str], revision: str | None = None) -> Path:
     """The folder behind a path, a shipped name or a Hub id."""
     if not isinstance(source, str | os.PathLike):
         raise DwindleError(f"{brief(source)} names no checkpoint; give a folder, a shipped name or a Hub id.")
@@ -201,7 +202,7 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
     return fetched(name, revision, [CONFIG, WEIGHTS])
 
 
-def family_at(source: str | os.PathLike) -> Family:
+def family_at(source: str | os.PathLike[str]) -> Family:
     """Of the checkpoint at a path, of a shipped name or a Hub id."""
     return family_named(read_config(find(source))["backbone"]["family"])
 
@@ -296,7 +297,7 @@ def _outline(weight: Any) -> str:
 NESTED = ("model", "state_dict", "model_state_dict", "model_ema", "state_dict_ema")  # where training codes put them
 
 
-def load_vit_weights(vit: nn.Module, path: str | os.PathLike) -> nn.Module:
+def load_vit_weights(vit: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Plain ViT weights from .safetensors, or from a legacy .pth without running code from it."""
     path = Path(path)
     weights = read_weights(path) if path.suffix == ".safetensors" else _read_pickled(path)

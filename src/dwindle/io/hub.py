@@ -11,7 +11,8 @@ from torch import nn
 
 from ..errors import DwindleError
 from .card import write_card
-from .checkpoint import CONFIG, WEIGHTS, save
+from .checkpoint import WEIGHTS, save
+from .config import CONFIG
 
 
 def push_to_hub(

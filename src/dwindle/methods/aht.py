@@ -85,7 +85,7 @@ class Planner(nn.Module):
         Standardised as in batch norm, by the batch in training and by running moments after it. So plans cannot
         collapse to one depth whatever the losses push, and what becomes of an image does not depend on its batch.
         """
-        score = self(tokens, x)
+        score: Tensor = self(tokens, x)
         if not self.training:
             return (score - self.mean) / self.deviation
         mean, deviation = _moments(score, tokens.counted & ~tokens.is_prefix)

@@ -32,8 +32,9 @@ from ..evaluate.analysis import (
     sweep,
 )
 from ..files import check_folder, write_text
-from ..io.checkpoint import family_at, find, load_as, read_config
+from ..io.checkpoint import family_at, find, load_as
 from ..io.classes import class_names, known_classes
+from ..io.config import read_config
 from ..io.datasets import Images
 from ..io.images import preprocess_of
 from ..io.sets import evaluation_images

@@ -17,8 +17,9 @@ from ..errors import DwindleError
 from ..files import write_text
 from ..io.augment import Augment
 from ..io.batches import CROP_PCT, RESAMPLED, Resident, loader
-from ..io.checkpoint import find, read_config, shipped
+from ..io.checkpoint import find, shipped
 from ..io.classes import by_name, imagenet_names
+from ..io.config import read_config
 from ..io.datasets import Images, check_labels, in_order, matched
 from ..io.datasets import limit as first
 from ..io.draws import seeded

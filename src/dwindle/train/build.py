@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..core.model import AdaptiveViT
 from ..errors import DwindleError, unknown
-from ..io.checkpoint import find, load, load_vit_weights, read_config
+from ..io.checkpoint import find, load, load_vit_weights
 from ..io.classes import known_classes, match
+from ..io.config import read_config
 from ..io.datasets import Images
 from ..io.download import no_waiting
 from ..tasks.classify import is_checkpoint
