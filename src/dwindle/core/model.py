@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import DwindleError, unknown
 from ..ops.patches import cutting
 from .backbone import Backbone, backbone_of
 from .cost import static_macs, trace_macs
+from .losses import DISTILLATIONS, distill_loss, label_loss
 from .masked import Masked
 from .method import Method
 from .packed import Packed
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ..runtime.prepared import PreparedViT
 
 LAYOUTS: dict[str, type[Masked] | type[Packed]] = {"masked": Masked, "packed": Packed}
-DISTILLATIONS = ("soft", "hard", "token")
 
 
 @dataclass(repr=False)
@@ -216,23 +215,10 @@ class AdaptiveViT(nn.Module):
             losses = torch.stack([loss(answer) for answer in answers])
             return (losses if weights is None else weights[: len(losses)] * losses).sum(0).mean()
 
-        terms = {
-            "task": mean(
-                lambda a: F.cross_entropy(a, labels, label_smoothing=label_smoothing, reduction="none"), answers
-            )
-        }
-        if teacher is not None and distill == "soft":
-            wanted = F.log_softmax(teacher.logits.float() / temperature, -1)
-
-            def divergence(answer: Tensor) -> Tensor:
-                said = F.log_softmax(answer.float() / temperature, -1)
-                return F.kl_div(said, wanted, reduction="none", log_target=True).sum(-1) * temperature**2
-
-            terms["distill"] = mean(divergence, answers)
-        elif teacher is not None:
-            wanted = teacher.logits.argmax(-1)
-            taught = [heads[1]] if distill == "token" else answers
-            terms["distill"] = mean(lambda a: F.cross_entropy(a, wanted, reduction="none"), taught)
+        terms = {"task": mean(lambda a: label_loss(a, labels, label_smoothing), answers)}
+        if teacher is not None:
+            taught, said = ([heads[1]] if distill == "token" else answers), teacher.logits
+            terms["distill"] = mean(lambda a: distill_loss(a, said, distill, temperature), taught)
         return terms | self.method.losses(out, teacher)
 
     def _check_labels(self, labels: Tensor, logits: Tensor) -> None:

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 
+from ..core.losses import DISTILLATIONS
 from ..core.method import require
-from ..core.model import DISTILLATIONS
 from ..errors import DwindleError, unknown
 from ..io.augment import planner
 from ..methods import Method

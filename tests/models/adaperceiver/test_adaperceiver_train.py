@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from PIL import Image
 
 import dwindle
+from dwindle.core.losses import feature_loss
 from dwindle.models.adaperceiver.blocks import SelfAttention, turned, turns
 from dwindle.models.adaperceiver.start import _speeds
-from dwindle.models.adaperceiver.train import feature_loss
 from dwindle.recipes.vision import ada_tiny_test
 from dwindle.train.loop import Run
 from dwindle.train.recipe import changed

@@ -9,9 +9,9 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...core.losses import distill_loss, feature_loss, label_loss
 from ...core.model import AdaptiveViT, adapt
 from ...errors import DwindleError
 from ...io.checkpoint import load
@@ -31,7 +31,6 @@ from .start import begin_from
 if TYPE_CHECKING:
     from .recipe import AdaRecipe
 
-COSINE, MAGNITUDE = 0.9, 0.1  # of the two feature losses (D.1)
 LEAST, LAST = 1e-6, 1e-5  # the learning rate that a stage begins and ends with
 
 
@@ -228,21 +227,13 @@ class AdaLearner(Learner):
         if self.recipe.distill == "features":
             assert taught is not None
             return feature_loss(answers, taught)
-        recipe, count = self.recipe, len(answers)
-        flat = answers.flatten(0, 1).float()
-        total = flat.new_zeros(count)
+        recipe, answers = self.recipe, answers.float()
+        total = answers.new_zeros(len(answers))
         if recipe.label_weight:
-            labels = y.repeat(count, *[1] * (y.dim() - 1))
-            task = F.cross_entropy(flat, labels, label_smoothing=recipe.smoothing, reduction="none")
-            total = total + recipe.label_weight * task.view(count, -1).mean(-1)
+            total = total + recipe.label_weight * label_loss(answers, y, recipe.smoothing).mean(-1)
         if taught is not None:
-            wanted, heat = taught.float(), recipe.teacher_temperature
-            if recipe.distill == "hard":
-                told = F.cross_entropy(flat, wanted.argmax(-1).repeat(count), reduction="none")
-            else:
-                said, truth = F.log_softmax(flat / heat, -1), F.log_softmax(wanted / heat, -1).repeat(count, 1)
-                told = F.kl_div(said, truth, reduction="none", log_target=True).sum(-1) * heat**2
-            total = total + recipe.teacher_weight * told.view(count, -1).mean(-1)
+            told = distill_loss(answers, taught, recipe.distill, recipe.teacher_temperature)
+            total = total + recipe.teacher_weight * told.mean(-1)
         return total
 
     def evaluate(self, model: AdaPerceiver, **options: Any) -> dict[str, float]:
@@ -260,14 +251,6 @@ class AdaLearner(Learner):
             "gmacs": round(model.static_macs() / 1e9, 4),
             "images": found.correct.shape[-1],
         }
-
-
-def feature_loss(answers: Tensor, wanted: Tensor) -> Tensor:
-    """(S,) of (S, B, P, D): 0.9 of 1 - cosine and 0.1 of smooth L1 (D.1)."""
-    wanted = wanted.float().expand_as(answers)
-    cosine = 1 - F.cosine_similarity(answers.float(), wanted, dim=-1)
-    size = F.smooth_l1_loss(answers.float(), wanted, reduction="none").mean(-1)
-    return (COSINE * cosine + MAGNITUDE * size).flatten(1).mean(-1)
 
 
 def _freeze(model: AdaPerceiver, reinit_from: dict[int, int] | None) -> None:

@@ -1,0 +1,37 @@
+"""Losses that all models share. Each is one number per answer; who weighs them takes the mean.
+
+B images, C classes, P patches, D width; `...` are several answers to one image, such as one per depth.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+DISTILLATIONS = ("soft", "hard", "token")
+COSINE, MAGNITUDE = 0.9, 0.1  # of the two losses of features (AdaPerceiver, D.1)
+
+
+def label_loss(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+    """(..., B) cross-entropy of logits (..., B, C). labels: (B,) classes, or (B, C) shares."""
+    lead = logits.shape[:-1]
+    each = labels.expand(*lead, *labels.shape[1:]).flatten(0, len(lead) - 1)
+    return F.cross_entropy(logits.flatten(0, -2), each, label_smoothing=smoothing, reduction="none").view(lead)
+
+
+def distill_loss(logits: Tensor, teacher_logits: Tensor, kind: str = "soft", temperature: float = 1.0) -> Tensor:
+    """(..., B) between logits (..., B, C) and a teacher's (B, C): 'soft' is KL(teacher || student), 'hard' (and on a
+    head of its own 'token') the cross-entropy with the teacher's answer."""
+    if kind != "soft":
+        return label_loss(logits, teacher_logits.argmax(-1))
+    said = F.log_softmax(logits.float() / temperature, -1)
+    wanted = F.log_softmax(teacher_logits.float() / temperature, -1).expand_as(said)
+    return F.kl_div(said, wanted, reduction="none", log_target=True).sum(-1) * temperature**2
+
+
+def feature_loss(features: Tensor, wanted: Tensor) -> Tensor:
+    """(S,) of features (S, B, P, D): 0.9 of 1 - cosine and 0.1 of smooth L1, means over images and patches."""
+    wanted = wanted.float().expand_as(features)
+    cosine = 1 - F.cosine_similarity(features.float(), wanted, dim=-1)
+    size = F.smooth_l1_loss(features.float(), wanted, reduction="none").mean(-1)
+    return (COSINE * cosine + MAGNITUDE * size).flatten(1).mean(-1)
