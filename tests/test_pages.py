@@ -25,7 +25,8 @@ from dwindle.cli import app
 from dwindle.core.backbone import Backbone
 from dwindle.core.registry import Family
 from dwindle.methods import Method
-from dwindle.train.recipe import changed, find_comparison, find_recipe
+from dwindle.recipes import find_comparison, find_recipe
+from dwindle.train.recipe import changed
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(page.relative_to(ROOT)): page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}

@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 
 import dwindle
-from dwindle.experiments.compare import Compare, Comparison, Entry, markdown, summarised
+from dwindle.experiments.compare import Compare
 from dwindle.experiments.results import read_results
 from dwindle.files import write_text
 from dwindle.methods.avit import AViT
+from dwindle.models.vit.compare import Comparison, Entry, markdown, summarised
 from dwindle.recipes.vision import tiny_test
 from dwindle.show.figures import tradeoff
 from dwindle.train.loop import Run
@@ -180,17 +181,14 @@ def test_a_killed_comparison_goes_on(whole, data, tmp_path, trained):
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "results" / "tiny").iterdir()}
     assert {path.name for path in made} == {"static-1.00-s0.json", "TopK-0.80-s0.json"}
 
-    second = comparing(data, tmp_path)
-    write = second._write
-
-    def fails(path, *rest):
+    def fails(path, text):
         if path.name.startswith("Shallow-0.80"):
             raise KeyboardInterrupt
-        write(path, *rest)
+        return write_text(path, text)
 
-    second._write = fails
-    with pytest.raises(KeyboardInterrupt):
-        list(second.results())
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("dwindle.experiments.compare.write_text", fails)
+        list(comparing(data, tmp_path).results())
     results = list(comparing(data, tmp_path).results())
     assert trained == ALL_TRAINED | {"TopK-0.60-s0": 3}  # only what was lost of its second epoch came again
     assert all(path.stat().st_mtime_ns == time for path, time in made.items())
@@ -203,19 +201,17 @@ def test_a_dial_set_at_the_end_of_training_survives_a_kill(data, tmp_path, train
     """It may be a plain number, of which the state of a run knows nothing."""
     options = {"stages": (1,), "count": "image"}
     comparison = dataclasses.replace(COMPARISON, entries=(Entry("Own", "DynamicViT", options),), costs=(0.8,))
-    first = comparing(data, tmp_path, comparison)
-    write = first._write
     seen = []
 
-    def fails(path, *rest):
+    def fails(path, text):
         if path.name.startswith("Own"):
-            seen.append(rest[3].method.threshold)
+            seen.append(json.loads(text)["options"]["threshold"])
             raise KeyboardInterrupt
-        write(path, *rest)
+        return write_text(path, text)
 
-    first._write = fails
-    with pytest.raises(KeyboardInterrupt):
-        list(first.results())
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("dwindle.experiments.compare.write_text", fails)
+        list(comparing(data, tmp_path, comparison).results())
     result = list(comparing(data, tmp_path, comparison).results())[-1]
     assert seen != [0.5] and [result["options"]["threshold"]] == pytest.approx(seen)
     assert trained["Own-0.80-s0"] == 2

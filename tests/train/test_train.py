@@ -12,10 +12,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import dwindle
+from dwindle.recipes import find_recipe
 from dwindle.recipes.vision import tiny_test
 from dwindle.train.build import build_vit, parameter_groups
 from dwindle.train.loop import Run
-from dwindle.train.recipe import Recipe, changed, find_recipe
+from dwindle.train.recipe import Recipe, changed
 from dwindle.train.teacher import Answers, Room
 
 

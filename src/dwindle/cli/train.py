@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..core import processes as ranks
 from ..errors import DwindleError
+from ..experiments.compare import Compare
+from ..experiments.search import check_searchable
+from ..experiments.search import search as look
+from ..files import write_text
+from ..recipes import find_comparison, find_recipe
 from ..show.running import resumes
 from ..show.terminal import (
     Data,
@@ -24,6 +31,9 @@ from ..show.terminal import (
     show_table,
     ticking,
 )
+from ..tasks.base import task_named
+from ..train.loop import Run
+from ..train.recipe import changed
 
 
 def register(app: typer.Typer) -> None:
@@ -51,20 +61,15 @@ def train(
     device: Device = None,
 ) -> None:
     """Train a recipe. A killed run loses what came after its last save (each epoch): go on with --resume."""
-    from ..core import processes as ranks
-    from ..models.lm import cli as language
-    from ..train.loop import Run
-    from ..train.recipe import changed, find_recipe
-
     settings = changed(find_recipe(recipe)(), set or [])
-    if language.is_recipe(settings):
-        only_for("vision models", holdout=holdout, skip_corrupt=skip_corrupt or None)
-        return language.train(recipe, settings, data, out, resume, device, eval_data=eval_data, limit=limit)
-    data, out = needed(data, "train", "--data"), needed(out, "train", "--out")
-    if holdout is not None:
-        settings = changed(settings, [f"holdout={holdout}"])
-    if skip_corrupt:
-        settings = changed(settings, ["skip_corrupt=true"])
+    images: dict[str, Any] = {"holdout": holdout, "skip_corrupt": skip_corrupt or None}
+    for name, given in images.items():
+        if given is not None and not hasattr(settings, name):
+            only_for("vision models", "a text", **{name: given})
+        settings = settings if given is None else changed(settings, [f"{name}={given}"])
+    if task_named(settings.task).needs_data:
+        data, out = needed(data, "train", "--data"), needed(out, "train", "--out")
+    out = out or Path("runs") / recipe
     resume = resumes(resume, out)
     run = Run(settings, data, out, eval_data=eval_data, device=device_for(device), resume=resume, limit=limit)
     if holdout and not run.task.holdout:
@@ -74,23 +79,23 @@ def train(
         task = bar.add_task("training", total=run.task.steps, completed=run.step)
 
         def tick(step: int, steps: int, terms: dict[str, Any]) -> None:
-            description = f"epoch {run.epoch + 1}/{settings.epochs}"
+            description = f"epoch {run.epoch + 1}/{run.task.epochs}"
             if step % 20 == 0:  # reading a number off the GPU waits for it
-                description += f"  loss {float(terms['total']):.3f}  cost {float(terms['cost']):.2f}"
-                bar.update(task, description=description)
+                numbers = {"loss": "total", "cost": "cost"}
+                shown = [f"{what} {float(terms[name]):.3f}" for what, name in numbers.items() if name in terms]
+                bar.update(task, description="  ".join([description, *shown]))
             bar.update(task, completed=step)
 
+        counted = run.task.numbered_by
         for numbers in run.epochs(tick):
-            shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k in ("total", "cost", "top1", "gmacs"))
             if speaks:
-                if numbers["epoch"] == 1:
-                    aside.print(f"evaluated on {plain(run.task.eval_images.told())}", soft_wrap=True)
-                aside.print(f"epoch {int(numbers['epoch'])}  {shown}")
+                if len(run.history) == 1 and run.task.told():
+                    aside.print(f"evaluated on {plain(run.task.told())}", soft_wrap=True)
+                shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k in run.task.shown)
+                aside.print(f"{counted} {int(numbers[counted])}  {shown}")
     ranks.leave()
     if speaks:
-        skipped = {"corrupt_training": len(run.task.train_images.corrupt)} if run.task.train_images.corrupt else {}
-        about = run.task.about() | skipped
-        finish({"out": str(out), **(run.history[-1] if run.history else {}), **about})
+        finish({"out": str(out), **(run.history[-1] if run.history else {}), **run.task.about(), **run.task.noticed()})
 
 
 def compare(
@@ -111,18 +116,6 @@ def compare(
     device: Device = None,
 ) -> None:
     """Train and evaluate methods under the same conditions. A killed comparison goes on where it was: same command."""
-    import dataclasses
-
-    from ..experiments.compare import Compare, markdown, summarised
-    from ..experiments.results import read_results
-    from ..files import write_text
-    from ..models.adaperceiver import cli as perceiver
-    from ..models.adaperceiver.compare import AdaCompare, AdaComparison
-    from ..models.lm import cli as language
-    from ..show.drawing import save_figure
-    from ..show.figures import tradeoff
-    from ..train.recipe import changed, find_comparison
-
     plan = find_comparison(comparison)()
     for change in set or []:
         name = change.partition("=")[0].strip()
@@ -132,40 +125,30 @@ def compare(
                 "by epochs=20, or write a comparison with others."
             )
     plan = dataclasses.replace(plan, base=changed(plan.base, set or []))
-    names = [name.strip() for name in only.split(",")] if only else None
-    if language.is_recipe(plan.base):
-        return language.compare(comparison, plan, data, out, results, names, until, device, eval_data, limit)
-    data, out = needed(data, "compare", "--data"), needed(out, "compare", "--out")
-    ada = isinstance(plan, AdaComparison)
-    found: list[dict[str, Any]] = []
+    if task_named(plan.base.task).needs_data:
+        data, out = needed(data, "compare", "--data"), needed(out, "compare", "--out")
     with progress_bar() as bar:
-        work = (AdaCompare if ada else Compare)(
+        work = Compare(
             comparison,
             plan,
             data,
-            out,
+            out or Path("runs") / comparison,
             results,
             eval_data=eval_data,
             device=device_for(device),
             limit=limit,
-            only=names,
+            only=[name.strip() for name in only.split(",")] if only else None,
             tick=ticking(bar),
             until=None if until is None else 60 * until,
         )
         for row in work.results():
-            found.append(row)
-            aside.print(work.told(row))
-    if ada:
-        return perceiver.compared(f"{comparison} on {data}", found, work.folder)
-    rows = summarised(read_results(work.folder), plan.reference)
-    columns = ["name", "asked", "cost", "gmacs", "top1", "spread", "gap", "seeds", "images_per_s"]
-    show_table(
-        f"{comparison} on {data}", columns, [["" if row[c] is None else row[c] for c in columns] for row in rows]
-    )
-    table, plot = work.folder / "table.md", work.folder / "tradeoff.png"
-    write_text(table, markdown(rows, plan.reference))
-    save_figure(tradeoff(rows, comparison, plan.reference), plot)
-    finish({"results": rows, "table": str(table), "plot": str(plot)})
+            aside.print(plan.told(row))
+    report = work.report()
+    for title, columns, rows in report.tables:
+        show_table(title if data is None else f"{title} on {data}", columns, rows)
+    table = work.folder / "table.md"
+    write_text(table, report.markdown)
+    finish({"results": report.results, "table": str(table), **report.files})
 
 
 def search(
@@ -179,15 +162,8 @@ def search(
     device: Device = None,
 ) -> None:
     """Search lambda_p and lambda_t with Optuna, judged on held-out training images. A killed search goes on."""
-    from ..experiments.search import search as look
-    from ..train.recipe import Recipe, changed, find_recipe
-
-    settings = changed(find_recipe(recipe)(), set or [])
-    if type(settings) is not Recipe:
-        raise DwindleError(
-            f"{recipe} trains no method on a vision transformer, which is what dwindle search tunes; give one that "
-            "does, such as aht_cifar100."
-        )
+    settings: Any = changed(find_recipe(recipe)(), set or [])
+    check_searchable(settings, recipe)
     with progress_bar() as bar:
         task = bar.add_task("trials", total=trials)
         result = look(

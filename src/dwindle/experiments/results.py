@@ -1,4 +1,4 @@
-"""One JSON per result of a comparison: where it lies, whether it is there, and on what machine it was made."""
+"""One JSON per result of a comparison: how it is named and read, and on what machine it was made."""
 
 from __future__ import annotations
 
@@ -7,57 +7,12 @@ import os
 import platform
 import re
 import subprocess
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..core import processes as ranks
-from ..errors import DwindleError, unknown
-from ..files import check_folder
-from ..train.state import defaults, differing
-
-
-class Results:
-    """A comparison's folders, and which of its results are to be made now."""
-
-    part = "entry"  # what `only` names
-
-    def __init__(
-        self,
-        name: str,
-        out: str | os.PathLike,
-        results: str | os.PathLike,
-        known: Sequence[str],
-        only: Sequence[str] | None,
-        until: float | None,
-    ) -> None:
-        """known: names of all results; only: of those wanted. until: seconds after which no more training is begun."""
-        if ranks.started() > 1:
-            raise DwindleError("dwindle compare runs in one process; start it without torchrun.")
-        for wanted in only or ():
-            if wanted not in known:
-                raise unknown(f"{self.part} of this comparison", wanted, known)
-        self.name, self.out, self.folder = name, Path(out), Path(results) / name
-        self.only = set(only or known)
-        self.end = None if until is None else time.monotonic() + until
-        check_folder(self.folder, "--results")
-
-    @property
-    def late(self) -> bool:
-        return self.end is not None and time.monotonic() > self.end
-
-    def has(self, path: Path, conditions: dict[str, Any], recipe: Any) -> bool:
-        """Whether the result is there. One made under other conditions is not it; settings that were not there yet
-        count as what they are in a plain recipe of the same kind.
-        """
-        if not path.exists():
-            return False
-        if others := differing(defaults(recipe) | read_result(path).get("conditions", {}), conditions):
-            raise DwindleError(f"{path} was made with {others}; choose another --results, or delete it.")
-        return True
+from ..errors import DwindleError
 
 
 def slug(name: str) -> str:

@@ -27,7 +27,7 @@ from ..io.draws import mix
 from ..io.sets import training_images
 from ..methods import Method
 from ..train.loop import Run
-from ..train.recipe import Recipe, changed
+from ..train.recipe import Recipe, Training, changed
 from ..train.state import STATE, defaults, differing
 
 if TYPE_CHECKING:
@@ -112,8 +112,17 @@ def _optuna() -> Any:
     return optuna
 
 
+def check_searchable(recipe: Training, name: str) -> None:
+    if not recipe.learner().searchable:
+        raise DwindleError(
+            f"{name} trains no method on a vision transformer, which is what dwindle search tunes; give one that does, "
+            "such as aht_cifar100."
+        )
+
+
 def _check(recipe: Recipe, space: Space, trials: int, weight: float) -> None:
     """What cannot work, before anything is read or written."""
+    check_searchable(recipe, "The recipe")
     if trials < 1 or weight < 0:
         raise DwindleError(
             f"trials = {trials}, budget_weight = {weight}: expected at least one trial and no weight < 0."

@@ -6,10 +6,10 @@ DATA stands for a folder with the data sets and DeiT's weights, as docs/data.md 
 import dataclasses
 from typing import Any
 
-from ..experiments.compare import Comparison, Entry
 from ..models.adaperceiver.compare import AdaComparison
 from ..models.adaperceiver.dense import DenseRecipe
 from ..models.adaperceiver.recipe import AdaRecipe
+from ..models.vit.compare import Comparison, Entry
 from ..train.recipe import Recipe
 
 

@@ -39,7 +39,11 @@ class Task:
 
     registry: ClassVar[dict[str, type[Task]]] = {}
     numbered_by = "epoch"  # the column of the metrics that counts
+    shown: tuple[str, ...] = ("total", "cost", "top1", "gmacs")  # columns that people are told
+    holdout: dict[str, Any] = {}  # what of the training data was held out to evaluate on
     resident: Any = None  # images decoded on the device, for tasks that keep them there
+    shared: Any = None  # data that a later run may take as it is (`Source.opened`)
+    needs_data = True  # whether data must be named
     # Set by the task when its data is open, or when the model's size is known.
     batch: int  # of this process
     steps: int  # of the whole run
@@ -75,6 +79,10 @@ class Task:
     def told(self) -> str | None:
         """What people are told once, of the data the model is evaluated on."""
         return None
+
+    def noticed(self) -> dict[str, Any]:
+        """What is said once more at the end, if there is anything."""
+        return {}
 
     def extra(self) -> dict[str, Any]:
         """What the checkpoint keeps, to prepare data and to name answers."""

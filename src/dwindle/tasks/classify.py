@@ -46,7 +46,7 @@ class Classify(Task, name="classify"):
         super().__init__(recipe, source, device)
         self.halves = recipe.halves(device)
         self.data: dict[str, Any] = {"train": source.data, "eval": source.eval_data or source.data}
-        self.holdout: dict[str, Any] = {}
+        self.holdout = {}
         self.head_fits = True  # whether the weights' head has the data's classes
         self._open()
 
@@ -186,6 +186,9 @@ class Classify(Task, name="classify"):
 
     def told(self) -> str | None:
         return self.eval_images.told()
+
+    def noticed(self) -> dict[str, Any]:
+        return {"corrupt_training": len(self.train_images.corrupt)} if self.train_images.corrupt else {}
 
     def extra(self) -> dict[str, Any]:
         return {

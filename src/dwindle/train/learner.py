@@ -21,6 +21,7 @@ class Learner:
     """
 
     several = True  # whether several processes may train it
+    searchable = False  # whether its rows say `top1`, `gmacs` and `gmacs_static`, which a search weighs
     what = "This model"  # in sentences
     model: Any
     teacher: Teacher | None = None

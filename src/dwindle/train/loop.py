@@ -51,8 +51,9 @@ class Run:
         """data, eval_data: names or folders; opened, resident: the same, opened and decoded by an earlier run (see
         `Source`). limit: only so many images of each. answers: what the teacher said to an earlier run on the same
         batches, or where to leave it."""
-        self.recipe: Any = recipe
+        self.recipe: Any = recipe.on(data)
         self.out = Path(out)
+        recipe = self.recipe
         recipe.check()
         kind = recipe.learner()
         if ranks.started() > 1 and not kind.several:

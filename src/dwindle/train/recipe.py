@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
 
@@ -57,6 +56,10 @@ class Training:
     def learner(self) -> type[Learner]:
         """What of a family is trained by this recipe."""
         raise NotImplementedError
+
+    def on(self, data: str | None) -> Self:
+        """The recipe with this data, for those that name their own."""
+        return self
 
     def told(self) -> dict[str, Any]:
         """As a checkpoint keeps it: without folders of this machine."""
@@ -156,26 +159,3 @@ def _value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return {"true": True, "false": False, "none": None}.get(text.lower(), text)
-
-
-def find_recipe(name: str) -> Callable[[], Recipe]:
-    """A recipe function by name."""
-    return _find(name, "recipe", "Recipe")
-
-
-def find_comparison(name: str) -> Callable[[], Any]:
-    """A comparison's function by name."""
-    return _find(name, "comparison", "Comparison")
-
-
-def _find(name: str, kind: str, returns: str) -> Callable[[], Any]:
-    from ..recipes import language
-    from ..recipes import vision as recipes
-
-    everything = {**vars(recipes), **vars(language)}
-    kinds = getattr(recipes, returns), getattr(recipes, f"Ada{returns}"), getattr(language, f"LM{returns}")
-    public = {n: f for n, f in everything.items() if inspect.isfunction(f) and not n.startswith("_")}
-    known = {n: f for n, f in public.items() if f.__annotations__["return"] in kinds}
-    if name not in known:
-        raise unknown(kind, name, known)
-    return known[name]

@@ -35,6 +35,7 @@ class ViTLearner(Learner):
     recipe: Recipe
     task: Classify
     model: AdaptiveViT
+    searchable = True
 
     def __init__(self, recipe: Recipe, task: Classify, device: torch.device) -> None:
         super().__init__(recipe, task, device)

@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 import dwindle
-from dwindle.models.adaperceiver.compare import AdaCompare, AdaComparison, markdown, summarised
+from dwindle.experiments.compare import Compare
+from dwindle.models.adaperceiver.compare import AdaComparison, markdown, summarised
 from dwindle.recipes import vision as recipes
 from dwindle.train.recipe import changed
 from shared.checkpoint import edit
@@ -37,25 +38,25 @@ LINE = "compare ada_tiny_compare --data {data} --out {out} --results {results} -
 
 def test_static_networks_are_trained_as_their_recipe_says(tmp_path):
     plan = recipes.ada_cifar100_compare()
-    work = AdaCompare("test", plan, "nowhere", tmp_path / "runs", tmp_path)
+    plan.check()
     for size, settings in {
         (32, 6, 96): ["method.tokens=(32,)", "method.depth=6", "method.ffn_ratio=2.0"],
         (64, 9, 144): ["method.tokens=(64,)", "method.depth=9", "method.ffn_ratio=3.0"],
         (96, 12, 192): ["method.depth=12", "method.ffn_ratio=4.0"],
     }.items():
-        alone = work._alone(plan.base, size)
+        alone = plan.alone(plan.base, size)
         assert dataclasses.asdict(alone) == dataclasses.asdict(changed(recipes.ada_static_cifar100(), settings))
         alone.check()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dwindle.AdaPerceiver, "_start", lambda self: None)
             network = dwindle.AdaPerceiver.preset("small", **alone.method_options)
-        assert network.hidden(network.width) == work.whole.hidden(size[2]) and network.depth == size[1]
+        assert network.hidden(network.width) == plan.whole.hidden(size[2]) and network.depth == size[1]
 
 
 def test_the_comparison_for_a_cpu(tmp_path):
     plan = recipes.ada_cifar100_cpu_compare()
-    work = AdaCompare("test", plan, "nowhere", tmp_path / "runs", tmp_path)
-    epochs = [work._alone(plan.base, size).epochs for size in plan.sizes]
+    plan.check()
+    epochs = [plan.alone(plan.base, size).epochs for size in plan.sizes]
     assert sum(epochs) == plan.base.epochs and len(set(epochs)) == 1
     same = changed(recipes.ada_cifar100_cpu(), [f"epochs={plan.base.epochs}", "views=4", "compile=true"])
     assert dataclasses.asdict(plan.base) == dataclasses.asdict(same)
@@ -89,7 +90,7 @@ def test_everything_is_made_once(places, monkeypatch):
     network = dwindle.load(places["out"] / "static_4-2-16-s0")
     assert (network.tokens, network.depth, network.hidden(32)) == ((4,), 2, 41) and small["epochs"] == 1
 
-    monkeypatch.setattr("dwindle.models.adaperceiver.compare.Run", None)  # what is there is not made again
+    monkeypatch.setattr("dwindle.experiments.compare.Run", None)  # what is there is not made again
     monkeypatch.setattr("dwindle.models.adaperceiver.compare.judged", None)
     assert run(LINE, **places).json == done.json
     refused(run(LINE + " --set epochs=4", **places), "was made with epochs=3 (now 4)")
@@ -166,7 +167,7 @@ def test_refused(places, tmp_path, more, said):
 def test_sizes_that_the_network_does_not_have(tmp_path, size):
     plan = AdaComparison(recipes.ada_tiny_compare().base, sizes=(size,))
     with pytest.raises(dwindle.DwindleError, match="has nothing to be compared with"):
-        AdaCompare("test", plan, "nowhere", tmp_path, tmp_path)
+        Compare("test", plan, "nowhere", tmp_path, tmp_path)
 
 
 def test_means_over_seeds():

@@ -13,9 +13,10 @@ import dwindle
 from dwindle.errors import DwindleError
 from dwindle.models.lm.load import load_lm, vocabulary_of
 from dwindle.models.lm.train import LMRecipe
+from dwindle.recipes import find_comparison, find_recipe
 from dwindle.recipes.language import tsa_shakespeare_large, tsa_tiny_test
 from dwindle.train.loop import Run
-from dwindle.train.recipe import changed, find_comparison, find_recipe
+from dwindle.train.recipe import changed
 
 
 def trained(out, recipe, **options):

@@ -14,7 +14,6 @@ from torch import Tensor
 from ...core.method import require
 from ...core.model import Output
 from ...errors import DwindleError
-from ...files import write_text
 from ...io.datasets import Images, open_data
 from ...io.datasets import limit as first
 from ...io.images import load_image, preprocess_of
@@ -43,10 +42,9 @@ from ...show.terminal import (
     tell_images,
 )
 from . import dense
-from .commands import grid, load_network, policies, show_policies
-from .compare import POLICIES, markdown, summarised
+from .commands import grid, load_network, policies
 from .family import PRESET, AdaPerceivers
-from .figures import certainty, class_name, interpolation, maps, tradeoffs
+from .figures import certainty, class_name, maps
 from .grid import exit_latencies, latencies
 from .model import AdaPerceiver
 from .policies import load_policy
@@ -227,26 +225,6 @@ def _bench_exit(
 def _shown(value: Any) -> Any:
     """Of a setting that was not asked for: nothing."""
     return "" if value is None else ",".join(map(str, value)) if isinstance(value, list) else value
-
-
-def compared(title: str, found: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Tables and figures of a comparison's results."""
-    table = summarised(found)
-    columns = ["tokens", "depth", "width", "adaptive", "gmacs", "static", "static_gmacs", "difference"]
-    show_table(title, columns, [["" if row[c] is None else row[c] for c in columns] for row in table])
-    for result in found:
-        if result["name"] == POLICIES:
-            show_policies(f"policies, seed {result['seed']}", result["rows"])
-    write_text(folder / "table.md", markdown(table))
-    alone = [(row["static_gmacs"], row["static"]) for row in table]
-    figures = []
-    for result in found:
-        if "falls" in result:
-            stem = f"s{result['seed']}.png"
-            figures.append(tradeoffs(result["rows"], folder / f"tradeoff-{stem}", static=alone))
-            if "between" in result:
-                figures.append(interpolation(result["between"], folder / f"interpolation-{stem}"))
-    finish({"results": table, "table": str(folder / "table.md"), "figures": [str(figure) for figure in figures]})
 
 
 def view(

@@ -1,16 +1,11 @@
-"""One network for every setting against networks trained for one each, and under every policy: one JSON per result.
-
-A comparison goes on where it was: a result whose JSON exists is not made again, a training that was killed resumes.
-"""
+"""One network for every setting against networks trained for one each, and under every policy."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -18,15 +13,11 @@ from typing import Any
 import torch
 
 from ...errors import DwindleError
-from ...experiments.compare import INCIDENTAL
-from ...experiments.results import Results, machine, read_result, slug
-from ...files import write_text
-from ...io.checkpoint import load
+from ...experiments.compare import INCIDENTAL, Compare, Job, Plan, Report, stem
 from ...io.datasets import limit as first
 from ...io.sets import parts_for
-from ...train.loop import Run
-from ...train.state import STATE, defaults, differing
-from ...train.teacher import Answers
+from ...train.state import defaults, differing
+from . import figures
 from .grid import between, falls, grid, rows
 from .images import served
 from .model import AdaPerceiver
@@ -35,10 +26,12 @@ from .recipe import AdaRecipe
 from .settings import Setting
 
 ADAPTIVE, POLICIES = "adaptive", "policies"
+COLUMNS = ["tokens", "depth", "width", "adaptive", "gmacs", "static", "static_gmacs", "difference"]
+POLICY_COLUMNS = ["policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"]
 
 
 @dataclass(frozen=True)
-class AdaComparison:
+class AdaComparison(Plan):
     base: AdaRecipe  # of the adaptive network; the others have what is left of it for one setting
     sizes: tuple[Setting, ...]  # each a network of its own; together they are trained for as many epochs as the one
     between: tuple[int, ...] = ()  # numbers of tokens besides the trained ones that the one network is asked for
@@ -48,46 +41,21 @@ class AdaComparison:
     seeds: tuple[int, ...] = (0,)
     batch: int = 256  # of what is measured
 
+    def names(self) -> list[str]:
+        return [ADAPTIVE, *map(static, self.sizes), POLICIES]
 
-def static(size: Setting) -> str:
-    return "static " + "-".join(map(str, size))
-
-
-class AdaCompare(Results):
-    """`results()` yields every result as it comes, those of earlier calls too."""
-
-    part = "result"
-
-    def __init__(
-        self,
-        name: str,
-        comparison: AdaComparison,
-        data: str,
-        out: str | os.PathLike,
-        results: str | os.PathLike,
-        *,
-        eval_data: str | None = None,
-        device: str = "cpu",
-        limit: int | None = None,
-        only: Sequence[str] | None = None,
-        tick: Callable[[str, int, int], None] = lambda name, step, steps: None,
-        until: float | None = None,
-    ) -> None:
-        """only: names of results. until: seconds after which no further training is begun."""
-        known = [ADAPTIVE, *map(static, comparison.sizes), POLICIES]
-        super().__init__(name, out, results, known, only, until)
-        self.comparison, self.data, self.eval_data = comparison, data, eval_data or data
-        self.device, self.limit, self.tick = device, limit, tick
-        self.resident: Any = None  # decoded once for all runs
-        self.answers = Answers()  # of the teacher: all runs of a seed see the same batches
-        base = comparison.base
-        if base.reinit_from is not None:
-            raise DwindleError(
-                f"reinit_from = {base.reinit_from}: it mends a trained network, a comparison trains; leave it out."
-            )
+    @cached_property
+    def whole(self) -> AdaPerceiver:
+        """The adaptive network without its weights."""
         with torch.device("meta"):
-            self.whole = AdaPerceiver.preset(base.model, **base.method_options)
-        for size in comparison.sizes:
+            return AdaPerceiver.preset(self.base.model, **self.base.method_options)
+
+    def check(self) -> None:
+        if self.base.reinit_from is not None:
+            raise DwindleError(
+                f"reinit_from = {self.base.reinit_from}: it mends a trained network, a comparison trains; leave it out."
+            )
+        for size in self.sizes:
             tokens, depth, width = size
             trained = tokens in self.whole.tokens and width in self.whole.widths
             if not (trained and 1 <= depth <= self.whole.depth):
@@ -96,19 +64,43 @@ class AdaCompare(Results):
                     f"{self.whole.tokens}, widths {self.whole.widths} and up to {self.whole.depth} blocks."
                 )
 
+    def jobs(self, work: Compare) -> Iterator[Job]:
+        for seed in self.seeds:
+            base = dataclasses.replace(self.base, seed=seed)
+            yield self._job(work, ADAPTIVE, base, self._every, between=self.between)
+            for size in self.sizes:
+                yield self._job(work, static(size), self.alone(base, size), partial(self._one, size=size))
+            asked = {name: getattr(self, name) for name in ("thresholds", "prices", "policy_epochs")}
+            yield self._job(work, POLICIES, base, self._policies, **asked)
+
+    def _job(self, work: Compare, name: str, recipe: AdaRecipe, make: Callable[..., Any], **others: Any) -> Job:
+        given = work.conditions(recipe) | others
+        if work.data is not None:
+            given["eval_data"] = Path(work.eval_data or work.data).name
+        given["weights"] = Path(recipe.weights).name if recipe.weights else None
+        return Job(name, recipe, given, partial(make, work, recipe, work.out / stem(name, recipe.seed)))
+
     def told(self, row: dict[str, Any]) -> str:
         found = f"{len(row['rows'])} rows" if "rows" in row else f"top-1 {row['top1']:.2f}"
         return f"{row['name']}, seed {row['seed']}: {found}"
 
-    def results(self) -> Iterator[dict[str, Any]]:
-        for seed in self.comparison.seeds:
-            base, self.answers = dataclasses.replace(self.comparison.base, seed=seed), Answers()
-            yield from self._result(ADAPTIVE, base, self._every)
-            for size in self.comparison.sizes:
-                yield from self._result(static(size), self._alone(base, size), partial(self._one, size=size))
-            yield from self._result(POLICIES, base, self._policies)
+    def report(self, name: str, found: Sequence[dict[str, Any]], folder: Path) -> Report:
+        table = summarised(found)
+        tables = [(name, COLUMNS, [["" if row[c] is None else row[c] for c in COLUMNS] for row in table])]
+        alone = [(row["static_gmacs"], row["static"]) for row in table]
+        drawn = []
+        for result in found:
+            if result["name"] == POLICIES:
+                lines = [[row[c] for c in POLICY_COLUMNS] for row in result["rows"]]
+                tables.append((f"policies, seed {result['seed']}", POLICY_COLUMNS, lines))
+            if "falls" in result:
+                at = f"s{result['seed']}.png"
+                drawn.append(figures.tradeoffs(result["rows"], folder / f"tradeoff-{at}", static=alone))
+                if "between" in result:
+                    drawn.append(figures.interpolation(result["between"], folder / f"interpolation-{at}"))
+        return Report(table, tables, markdown(table), {"figures": [str(path) for path in drawn]})
 
-    def _alone(self, base: AdaRecipe, size: Setting) -> AdaRecipe:
+    def alone(self, base: AdaRecipe, size: Setting) -> AdaRecipe:
         """The recipe for one setting: nothing is drawn, and the FFN has only the neurons of that width."""
         tokens, depth, width = size
         share = {"tokens": (tokens,), "widths": (self.whole.width,), "depth": depth}
@@ -117,126 +109,90 @@ class AdaCompare(Results):
         return dataclasses.replace(
             base,
             method_options=kept | share,
-            epochs=max(1, base.epochs // len(self.comparison.sizes)),
+            epochs=max(1, base.epochs // len(self.sizes)),
             stages=(1.0, 0.0, 0.0),
             largest_weight=0.0,
             full_width=0.0,
             mask_steps=AdaRecipe.mask_steps,
         )
 
-    def _result(
-        self, name: str, recipe: AdaRecipe, look: Callable[[AdaRecipe, str], dict[str, Any]]
-    ) -> Iterator[dict[str, Any]]:
-        path = self.folder / f"{slug(name)}-s{recipe.seed}.json"
-        given = {n: value for n, value in dataclasses.asdict(recipe).items() if n not in INCIDENTAL}
-        given |= {"data": Path(self.data).name, "eval_data": Path(self.eval_data).name, "limit": self.limit}
-        given["teacher"] = Path(recipe.teacher).name if recipe.teacher else None
-        given["weights"] = Path(recipe.weights).name if recipe.weights else None
-        given |= {"between": self.comparison.between} if name == ADAPTIVE else {}
-        if name == POLICIES:
-            given |= {n: getattr(self.comparison, n) for n in ("thresholds", "prices", "policy_epochs")}
-        if not self.has(path, given, recipe):
-            if name not in self.only or self.late:
-                return
-            result = {"comparison": self.name, "name": name, "seed": recipe.seed, **look(recipe, name)}
-            result |= {"conditions": given, "machine": machine(torch.device(self.device))}
-            write_text(path, json.dumps(result, indent=1) + "\n")
-        yield read_result(path)
-
-    def _folder(self, name: str, seed: int) -> Path:
-        return self.out / f"{slug(name)}-s{seed}"
-
-    def _trained(self, recipe: AdaRecipe, name: str) -> tuple[AdaPerceiver, dict[str, Any]]:
-        folder = self._folder(name, recipe.seed)
-        run = Run(
-            recipe,
-            self.data,
-            folder,
-            eval_data=self.eval_data,
-            device=self.device,
-            resume=(folder / STATE).exists(),
-            limit=self.limit,
-            resident=self.resident,
-            answers=self.answers,
-        )
-        self.resident = run.task.resident
-        for _ in run.epochs(lambda step, steps, terms: self.tick(name, step, steps)):
-            pass
-        run.learn.forget()  # its memory, before the next run takes its own
+    def _trained(self, work: Compare, recipe: AdaRecipe, folder: Path) -> tuple[AdaPerceiver, dict[str, Any]]:
+        run, model = work.trained(recipe, folder)
         # None: it was trained by an earlier call.
-        told = {"epochs": recipe.epochs, "seconds_per_epoch": round(run.seconds_per_epoch, 2) or None}
-        return self._loaded(folder), told
+        return model, {"epochs": recipe.epochs, "seconds_per_epoch": round(run.seconds_per_epoch, 2) or None}
 
-    def _loaded(self, folder: Path) -> AdaPerceiver:
-        model: Any = load(folder)
-        return model.eval().to(self.device)
-
-    def _served(self, model: AdaPerceiver) -> tuple[Any, Any]:
+    def _served(self, work: Compare, model: AdaPerceiver) -> tuple[Any, Any]:
         """Training and evaluation images as `served`."""
-        train, held = parts_for(model, self.data, self.eval_data)
-        train.skip = held.skip = self.comparison.base.skip_corrupt
-        if self.limit is not None:
-            train, held = first(train, self.limit), first(held, self.limit)
-        decoded = self.resident or {}
+        assert work.data is not None
+        train, held = parts_for(model, work.data, work.eval_data or work.data)
+        train.skip = held.skip = self.base.skip_corrupt
+        if work.limit is not None:
+            train, held = first(train, work.limit), first(held, work.limit)
+        decoded, device = work.resident or {}, str(work.device)
         return tuple(
-            served(model, images, self.device, decoded.get(part)) for part, images in (("train", train), ("eval", held))
+            served(model, images, device, decoded.get(part)) for part, images in (("train", train), ("eval", held))
         )
 
-    def _every(self, recipe: AdaRecipe, name: str) -> dict[str, Any]:
-        model, told = self._trained(recipe, name)
-        _, held = self._served(model)
-        found = grid(model, held(self.comparison.batch), device=self.device, amp=recipe.amp)
+    def _every(self, work: Compare, recipe: AdaRecipe, folder: Path) -> dict[str, Any]:
+        model, told = self._trained(work, recipe, folder)
+        _, held = self._served(work, model)
+        found = grid(model, held(self.batch), device=work.device, amp=recipe.amp)
         told |= {**held.about, "falls": falls(found), "rows": rows(model, found)}
-        if counts := self.comparison.between:
-            asked = sorted({*model.tokens, *counts})
-            told["between"] = between(model, held(self.comparison.batch), asked, self.device, recipe.amp)
+        if self.between:
+            asked = sorted({*model.tokens, *self.between})
+            told["between"] = between(model, held(self.batch), asked, work.device, recipe.amp)
         return told
 
-    def _one(self, recipe: AdaRecipe, name: str, size: Setting) -> dict[str, Any]:
-        model, told = self._trained(recipe, name)
-        _, held = self._served(model)
-        found = grid(model, held(self.comparison.batch), device=self.device, amp=recipe.amp)
+    def _one(self, work: Compare, recipe: AdaRecipe, folder: Path, size: Setting) -> dict[str, Any]:
+        model, told = self._trained(work, recipe, folder)
+        _, held = self._served(work, model)
+        found = grid(model, held(self.batch), device=work.device, amp=recipe.amp)
         top1, gmacs = round(float(found.top1[-1, -1, -1]), 3), round(model.static_macs() / 1e9, 4)
         return told | {**held.about, "setting": size, "top1": top1, "gmacs": gmacs}
 
-    def _check_finished(self, model: AdaPerceiver, recipe: AdaRecipe, folder: Path) -> None:
-        """A checkpoint is written amid a training too, and may be of another one."""
-        ours = {n: value for n, value in dataclasses.asdict(recipe).items() if n not in INCIDENTAL}
-        ours["weights"] = Path(recipe.weights or "none").name  # as a checkpoint has it
-        theirs, done = model.extra.get("recipe", {}), model.extra.get("results", {}).get("epoch")
-        others = differing(defaults(recipe) | theirs, ours)
-        if others or done != recipe.epochs:
-            what = f"was trained with {others}" if others else f"is at epoch {done} of {recipe.epochs}"
-            raise DwindleError(f"{folder} {what}: policies need the trained network; run '{ADAPTIVE}' first.")
-
-    def _policies(self, recipe: AdaRecipe, name: str) -> dict[str, Any]:
-        folder, plan = self._folder(ADAPTIVE, recipe.seed), self.comparison
+    def _policies(self, work: Compare, recipe: AdaRecipe, out: Path) -> dict[str, Any]:
+        folder = work.out / stem(ADAPTIVE, recipe.seed)
         if not (folder / "config.json").exists():
             raise DwindleError(f"{folder} is missing: policies need the trained network; run '{ADAPTIVE}' first.")
-        model = self._loaded(folder)
-        self._check_finished(model, recipe, folder)
-        training, held = self._served(model)
+        model = work.loaded(folder)
+        _check_finished(model, recipe, folder)
+        training, held = self._served(work, model)
         seen = {"every setting": 0, "learned policies": 0}
-        total = {"every setting": held.count, "learned policies": plan.policy_epochs * training.count}
+        total = {"every setting": held.count, "learned policies": self.policy_epochs * training.count}
 
         def progress(what: str, images: int) -> None:
             seen[what] += images
-            self.tick(what, seen[what], total[what])
+            if work.tick:
+                work.tick(what, seen[what], total[what])
 
         table, made = judged(
             model,
-            lambda: held(plan.batch),
-            lambda epoch: training(plan.batch, epoch),
-            plan.thresholds,
-            plan.prices,
-            plan.policy_epochs,
+            lambda: held(self.batch),
+            lambda epoch: training(self.batch, epoch),
+            self.thresholds,
+            self.prices,
+            self.policy_epochs,
             amp=recipe.amp,
-            device=self.device,
+            device=work.device,
             progress=progress,
         )
         for one in made:
-            save_policy(one.policy, self._folder(POLICIES, recipe.seed) / one.file)
+            save_policy(one.policy, out / one.file)
         return {**held.about, "rows": table}
+
+
+def static(size: Setting) -> str:
+    return "static " + "-".join(map(str, size))
+
+
+def _check_finished(model: AdaPerceiver, recipe: AdaRecipe, folder: Path) -> None:
+    """A checkpoint is written amid a training too, and may be of another one."""
+    ours = {n: value for n, value in recipe.told().items() if n not in INCIDENTAL or n == "weights"}
+    theirs, done = model.extra.get("recipe", {}), model.extra.get("results", {}).get("epoch")
+    others = differing(defaults(recipe) | theirs, ours)
+    if others or done != recipe.epochs:
+        what = f"was trained with {others}" if others else f"is at epoch {done} of {recipe.epochs}"
+        raise DwindleError(f"{folder} {what}: policies need the trained network; run '{ADAPTIVE}' first.")
 
 
 def summarised(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

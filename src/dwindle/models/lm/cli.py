@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,11 +12,10 @@ import typer
 
 from ...core.method import require
 from ...errors import DwindleError, unknown
-from ...files import write_text
 from ...runtime.dtypes import check_runs
 from ...settings import Share, fitted
-from ...show.drawing import file_stems, save_figure
-from ...show.running import resumes, shared
+from ...show.drawing import file_stems
+from ...show.running import shared
 from ...show.terminal import (
     Batch,
     Checkpoint,
@@ -35,32 +32,16 @@ from ...show.terminal import (
     plain,
     progress_bar,
     show_table,
-    ticking,
 )
-from ...train.loop import Run
 from .bench import bench_lm, compilable
-from .compare import LMCompare, LMComparison, markdown, summarised
 from .evaluate import evaluate as measure
 from .execute import LAYOUTS, AdaptiveLM
-from .figures import figures
 from .generate import generate as write
 from .load import load_lm, own_text, vocabulary_of
 from .text import Vocabulary, open_text
-from .train import LMRecipe
 from .view import page
 
-TOLD = ("name", "seed", "loss", "loss_soft", "tau", "tlops_saved", "macs_saved", "controls", "train_tokens_per_s")
 PASSAGE = 2000  # characters of the model's own data that `view` shows when it is given nothing
-
-
-def is_recipe(settings: Any) -> bool:
-    return isinstance(settings, LMRecipe)
-
-
-def _only_for_images(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise DwindleError(f"--{name.replace('_', '-')} {value} is for images; leave it out for a language model.")
 
 
 def _opened(checkpoint: str, tau: float | None) -> tuple[AdaptiveLM, Vocabulary]:
@@ -74,60 +55,6 @@ def _opened(checkpoint: str, tau: float | None) -> tuple[AdaptiveLM, Vocabulary]
         )
         model.method.tau = tau  # type: ignore[assignment]
     return model, vocabulary_of(model)
-
-
-def train(
-    name: str, recipe: LMRecipe, data: str | None, out: Path | None, resume: bool, device: str | None, **images: Any
-) -> None:
-    _only_for_images(**images)
-    recipe = recipe if data is None else dataclasses.replace(recipe, data=data)
-    out = out or Path("runs") / name
-    run = Run(recipe, None, out, device=device_for(device), resume=resumes(resume, out))
-    with progress_bar() as bar:
-        task = bar.add_task("training", total=recipe.steps, completed=run.step)
-
-        def tick(step: int, steps: int, terms: dict[str, Any]) -> None:
-            if step % 20 == 0:  # reading a number off the GPU waits for it
-                bar.update(task, description=f"loss {float(terms['task']):.3f}", completed=step)
-
-        for numbers in run.epochs(tick):
-            shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k not in ("step", "total"))
-            aside.print(f"step {int(numbers['step'])}  {shown}")
-    finish({"out": str(out), **(run.history[-1] if run.history else {})})
-
-
-def compare(
-    name: str,
-    plan: LMComparison,
-    data: str | None,
-    out: Path | None,
-    results: Path,
-    only: Sequence[str] | None,
-    until: float | None,
-    device: str | None,
-    eval_data: str | None,
-    limit: int | None,
-) -> None:
-    _only_for_images(eval_data=eval_data, limit=limit)
-    base = plan.base if data is None else dataclasses.replace(plan.base, data=data)
-    plan, out = dataclasses.replace(plan, base=base), out or Path("runs") / name
-    rows = []
-    with progress_bar() as bar:
-        seconds = None if until is None else 60 * until
-        work = LMCompare(
-            name, plan, out, results, device=device_for(device), only=only, tick=ticking(bar), until=seconds
-        )
-        for row in work.results():
-            rows.append(row)
-            finish({key: row[key] for key in TOLD if key in row})
-    summary = summarised(rows)
-    columns = ["name", "seeds", "loss", "gap", "tlops_saved", "macs_saved", "loss_soft", "tau"]
-    show_table(name, columns, [["" if row.get(c) is None else row[c] for c in columns] for row in summary])
-    table = work.folder / "table.md"
-    write_text(table, markdown(summary))
-    drawn = figures(rows, plan.allowed, name.removesuffix("_compare")) if rows else {}
-    paths = [str(save_figure(figure, work.folder / f"{stem}.png")) for stem, figure in drawn.items()]
-    finish({"results": summary, "table": str(table), "figures": paths})
 
 
 def evaluate(

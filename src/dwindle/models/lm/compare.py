@@ -1,43 +1,40 @@
-"""Routers under the same conditions: train all, measure hard against soft, rob TSA of its choice; a table and figures.
-
-A comparison goes on where it was: a result whose JSON exists is not made again, a training that was killed resumes.
-"""
+"""Routers under the same conditions: train all, measure hard against soft, rob TSA of its choice."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from ...experiments.results import Results, machine, read_result, slug
-from ...files import write_text
-from ...train.loop import Run
-from ...train.state import STATE
+from ...experiments.compare import Compare, Job, Plan, Report, stem
+from ...experiments.results import read_result
+from ...show.drawing import save_figure
 from .bench import bench_lm, compilable
 from .evaluate import calibrate, evaluate
 from .execute import AdaptiveLM
-from .load import load_lm
+from .figures import figures
 from .routing import Control
-from .text import Text, open_text
+from .text import Text
 from .train import LMRecipe
 
+COLUMNS = ["name", "seeds", "loss", "gap", "tlops_saved", "macs_saved", "loss_soft", "tau"]
+Look = Callable[["Measured"], dict[str, Any]]
 STATIC = "static"
 LEAST = 0.01  # of token-layer operations; less saved is nothing to match
 CONTROLS: tuple[Literal["mean", "layer", "overall"], ...] = ("mean", "layer", "overall")
-INCIDENTAL = ("eval_every", "eval_windows", "compile")  # two results may differ in these and still be comparable
+# Two results may differ in these and still be comparable.
+INCIDENTAL = ("eval_every", "eval_windows", "compile")
 
 
 @dataclass(frozen=True)
-class LMComparison:
+class LMComparison(Plan):
     base: LMRecipe  # the conditions; its router is not used
     penalties: tuple[float, ...] = (0.0, 0.01)  # lambda of TSA; the others are matched to each
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -49,136 +46,87 @@ class LMComparison:
     batch: int = 32  # of the timing
     seconds: float = 4.0
 
+    def names(self) -> list[str]:
+        matched = [f"{kind} as {_tsa(p)}" for p in self.penalties for kind in ("early exit", "MoD", "random")]
+        return [STATIC, *map(_tsa, self.penalties), *matched]
 
-class LMCompare(Results):
-    """`results()` yields every result as it comes, those of earlier calls too."""
-
-    part = "result"
-
-    def __init__(
-        self,
-        name: str,
-        comparison: LMComparison,
-        out: str | os.PathLike,
-        results: str | os.PathLike,
-        *,
-        device: str,
-        only: Sequence[str] | None = None,
-        tick: Callable[[str, int, int], None] | None = None,
-        until: float | None = None,
-    ) -> None:
-        """only: names of results. until: seconds after which no further training is begun."""
-        known = [STATIC, *(self._tsa(p) for p in comparison.penalties)]
-        known += [f"{kind} as {self._tsa(p)}" for p in comparison.penalties for kind in ("early exit", "MoD", "random")]
-        self.text: Text = open_text(comparison.base.data).to(torch.device(device))
-        super().__init__(name, out, results, known, only, until)
-        self.comparison, self.device, self.tick = comparison, device, tick
-
-    @staticmethod
-    def _tsa(penalty: float) -> str:
-        return f"TSA {penalty:g}"
-
-    def results(self) -> Iterator[dict[str, Any]]:
-        for seed in self.comparison.seeds:
-            yield from self._result(STATIC, seed, "Static", {})
-            for penalty in self.comparison.penalties:
-                options = {"penalty": penalty, "keys": self.comparison.keys, **self.comparison.options}
-                yield from self._result(self._tsa(penalty), seed, "TSA", options, self._look_at_tsa)
-            for penalty in self.comparison.penalties:
-                path = self._path(self._tsa(penalty), seed)
+    def jobs(self, work: Compare) -> Iterator[Job]:
+        for seed in self.seeds:
+            yield self._job(work, STATIC, seed, "Static", {})
+            for penalty in self.penalties:
+                options = {"penalty": penalty, "keys": self.keys, **self.options}
+                yield self._job(work, _tsa(penalty), seed, "TSA", options, self._look_at_tsa)
+            for penalty in self.penalties:
+                path = work.folder / f"{stem(_tsa(penalty), seed)}.json"
                 if path.exists() and (goal := read_result(path))["tlops_saved"] >= LEAST:
-                    yield from self._matched(self._tsa(penalty), goal, seed)
+                    yield from self._matched(work, _tsa(penalty), goal, seed)
 
-    def _matched(self, tsa: str, goal: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
+    def _matched(self, work: Compare, tsa: str, goal: dict[str, Any], seed: int) -> Iterator[Job]:
         """The others at the operations TSA saved."""
-        saved, blocks = goal["tlops_saved"], self.comparison.base.blocks
+        saved, blocks = goal["tlops_saved"], self.base.blocks
 
-        def turned(model: AdaptiveLM) -> dict[str, Any]:
-            reached = calibrate(model, self._seen(), saved, **self._options())
-            return self._measure(model) | {"reached_on_training_text": reached}
+        def turned(on: Measured) -> dict[str, Any]:
+            reached = calibrate(on.model, on.seen, saved, **on.options)
+            return on.measure() | {"reached_on_training_text": reached}
 
-        yield from self._result(f"early exit as {tsa}", seed, "EarlyExit", {}, turned, folder=f"early_exit-s{seed}")
+        yield self._job(work, f"early exit as {tsa}", seed, "EarlyExit", {}, turned, folder=f"early_exit-s{seed}")
         every = 2 if saved * blocks <= (blocks // 2) * 0.9 else 1
         capacity = 1 - saved * blocks / (blocks // every)
         options = {"capacity": round(max(capacity, 0.05), 4), "every": every}
-        yield from self._result(f"MoD as {tsa}", seed, "MoD", options, turned)
-        rates = {"rates": tuple(round(rate, 4) for rate in goal["rates"]), "keys": self.comparison.keys}
-        yield from self._result(f"random as {tsa}", seed, "Random", rates)
+        yield self._job(work, f"MoD as {tsa}", seed, "MoD", options, turned)
+        rates = {"rates": tuple(round(rate, 4) for rate in goal["rates"]), "keys": self.keys}
+        yield self._job(work, f"random as {tsa}", seed, "Random", rates)
 
-    def _options(self) -> dict[str, Any]:
-        base = self.comparison.base
-        gpu = self.device.startswith("cuda")  # where packed blocks wait for the host: few large batches
-        options: dict[str, Any] = {"limit": self.comparison.windows, "device": self.device, "name": base.data}
-        return options | {"batch": 512 if gpu else 64, "amp": base.amp and gpu}
-
-    def _measure(self, model: AdaptiveLM, ids: Tensor | None = None, **options: Any) -> dict[str, Any]:
-        return evaluate(model, self.text.val if ids is None else ids, **(self._options() | options))
-
-    def _seen(self) -> Tensor:
-        """Training text to set operating points on, as much as there is to validate."""
-        return self.text.train[: len(self.text.val)]
-
-    def _path(self, name: str, seed: int) -> Path:
-        return self.folder / f"{slug(name)}-s{seed}.json"
-
-    def _result(
+    def _job(
         self,
+        work: Compare,
         name: str,
         seed: int,
         router: str,
         options: dict[str, Any],
-        look: Callable[[AdaptiveLM], dict[str, Any]] | None = None,
+        look: Look | None = None,
         folder: str | None = None,
-    ) -> Iterator[dict[str, Any]]:
-        """The result by that name, made unless it is there. look: what is measured of the trained model."""
-        path = self._path(name, seed)
-        recipe = dataclasses.replace(self.comparison.base, method=router, method_options=options, seed=seed)
-        given = dataclasses.asdict(recipe) | {"data": Path(recipe.data).name, "windows": self.comparison.windows}
-        conditions = {k: v for k, v in given.items() if k not in INCIDENTAL}
-        if not self.has(path, conditions, recipe):
-            if name not in self.only or self.late:
-                return
-            model, trained = self._trained(recipe, self.out / (folder or f"{slug(name)}-s{seed}"), name)
-            found = (look or self._measure)(model)
-            if router == "TSA" and seed == self.comparison.seeds[0]:  # other seeds' rows take as long
-                found["timing"] = self._timed(model)
-            result = {"comparison": self.name, "name": name, "seed": seed, "router": router}
-            result |= {"options": model.method.config, **found, **trained, "conditions": conditions}
-            result["machine"] = machine(next(model.parameters()).device)
-            write_text(path, json.dumps(result, indent=1) + "\n")
-        yield read_result(path)
+    ) -> Job:
+        """look: what is measured of the trained model."""
+        recipe = dataclasses.replace(self.base, method=router, method_options=options, seed=seed)
+        recipe = recipe.on(work.data)
+        conditions = work.conditions(recipe, INCIDENTAL) | {"data": recipe.told()["data"], "windows": self.windows}
+        place = work.out / (folder or stem(name, seed))
+        return Job(name, recipe, conditions, partial(self._made, work, recipe, place, look))
 
-    def _trained(self, recipe: LMRecipe, folder: Path, name: str) -> tuple[AdaptiveLM, dict[str, Any]]:
-        run = Run(recipe, None, folder, device=self.device, resume=(folder / STATE).exists(), opened=self.text)
-        for _ in run.epochs(lambda step, steps, terms: self.tick(name, step, steps) if self.tick else None):
-            pass
-        run.learn.forget()  # its memory, before the next run takes its own
-        speed = {"train_loss": run.history[-1]["task"], "train_tokens_per_s": run.history[-1]["train_tokens_per_s"]}
-        return load_lm(folder).to(run.device), speed
+    def _made(self, work: Compare, recipe: LMRecipe, folder: Path, look: Look | None) -> dict[str, Any]:
+        run, model = work.trained(recipe, folder)
+        on = Measured(self, model, run.task.text)
+        found = on.measure() if look is None else look(on)
+        if recipe.method == "TSA" and recipe.seed == self.seeds[0]:  # other seeds' rows take as long
+            found["timing"] = on.timed()
+        last = run.history[-1]
+        speed = {"train_loss": last["task"], "train_tokens_per_s": last["train_tokens_per_s"]}
+        return {"router": recipe.method, "options": model.method.config, **found, **speed}
 
-    def _look_at_tsa(self, model: AdaptiveLM) -> dict[str, Any]:
+    def _look_at_tsa(self, on: Measured) -> dict[str, Any]:
         """Hard against soft, then the controls and the clock at the tau that costs no more than is allowed.
 
         That tau is chosen on training text, the sweep shown is of the validation text.
         """
-        router: Any = model.method
+        router: Any = on.model.method
         router.tau = 0.0
-        soft, known = self._measure(model, layout="masked"), self._measure(model, self._seen(), layout="masked")
+        soft, known = on.measure(layout="masked"), on.measure(on.seen, layout="masked")
         sweep, fits = [], [0.0]
-        for tau in self.comparison.taus:
+        for tau in self.taus:
             router.tau = tau
-            hard = self._measure(model)
+            hard = on.measure()
             sweep.append({"tau": tau} | {k: hard[k] for k in ("loss", "bpc", "tlops_saved", "macs_saved")})
-            if self._measure(model, self._seen())["loss"] <= known["loss"] * (1 + self.comparison.allowed):
+            if on.measure(on.seen)["loss"] <= known["loss"] * (1 + self.allowed):
                 fits.append(tau)
         router.tau = max(fits)
-        hard = self._measure(model)
+        hard = on.measure()
         rates, means = tuple(hard["rates"]), tuple(soft["means"])
         controls = {}
         for kind in CONTROLS:
-            model.method = Control(router, kind, rates, means)
-            controls[kind] = {k: v for k, v in self._measure(model).items() if k in ("loss", "tlops_saved")}
-        model.method = router
+            on.model.method = Control(router, kind, rates, means)
+            controls[kind] = {k: v for k, v in on.measure().items() if k in ("loss", "tlops_saved")}
+        on.model.method = router
         gated = soft["means"][1:]
         return hard | {
             "loss_soft": soft["loss"],
@@ -188,17 +136,52 @@ class LMCompare(Results):
             "controls": controls,
         }
 
-    def _timed(self, model: AdaptiveLM) -> dict[str, Any]:
+    def told(self, row: dict[str, Any]) -> str:
+        shown = {"loss": f"{row['loss']:.4f}", "saved": f"{row['tlops_saved']:.3f}"}
+        return f"{row['name']}, seed {row['seed']}: " + ", ".join(f"{what} {value}" for what, value in shown.items())
+
+    def report(self, name: str, found: Sequence[dict[str, Any]], folder: Path) -> Report:
+        rows = summarised(found)
+        lines = [["" if row.get(c) is None else row[c] for c in COLUMNS] for row in rows]
+        drawn = figures(found, self.allowed, name.removesuffix("_compare")) if found else {}
+        paths = [str(save_figure(figure, folder / f"{at}.png")) for at, figure in drawn.items()]
+        return Report(rows, [(name, COLUMNS, lines)], markdown(rows), {"figures": paths})
+
+
+class Measured:
+    """A trained model on its text, under a comparison's conditions."""
+
+    def __init__(self, plan: LMComparison, model: AdaptiveLM, text: Text) -> None:
+        self.plan, self.model, self.text = plan, model, text
+        device = next(model.parameters()).device
+        gpu = device.type == "cuda"  # where packed blocks wait for the host: few large batches
+        self.options: dict[str, Any] = {"limit": plan.windows, "device": device, "name": plan.base.data}
+        self.options |= {"batch": 512 if gpu else 64, "amp": plan.base.amp and gpu}
+
+    @property
+    def seen(self) -> Tensor:
+        """Training text to set operating points on, as much as there is to validate."""
+        return self.text.train[: len(self.text.val)]
+
+    def measure(self, ids: Tensor | None = None, **options: Any) -> dict[str, Any]:
+        return evaluate(self.model, self.text.val if ids is None else ids, **(self.options | options))
+
+    def timed(self) -> dict[str, Any]:
+        device = str(self.options["device"])
         return bench_lm(  # of a copy: compiling changes a model for good
-            copy.deepcopy(model),
-            [self.comparison.batch],
+            copy.deepcopy(self.model),
+            [self.plan.batch],
             [],
-            self.device,
-            "bf16" if self._options()["amp"] else "fp32",
-            self.comparison.seconds,
+            device,
+            "bf16" if self.options["amp"] else "fp32",
+            self.plan.seconds,
             ids=self.text.val,
-            compiled=compilable(self.device),
+            compiled=compilable(device),
         )
+
+
+def _tsa(penalty: float) -> str:
+    return f"TSA {penalty:g}"
 
 
 def summarised(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

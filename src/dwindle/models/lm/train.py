@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from ...errors import DwindleError
 from ...settings import AtLeast0, Batch, Depth, Size, Whole0, Whole1, Within
 from ...tasks.base import Source, Task
 from ...train.learner import Learner
@@ -21,7 +22,7 @@ from .evaluate import evaluate
 from .execute import AdaptiveLM, adapt_lm
 from .model import CharLM, LMSize
 from .routing import Router
-from .text import check_long, open_text
+from .text import Text, check_long, open_text
 from .tsa import TSA, softly
 
 
@@ -52,6 +53,9 @@ class LMRecipe(Training):
     def learner(self) -> type[Learner]:
         return LMLearner
 
+    def on(self, data: str | None) -> LMRecipe:
+        return self if data is None else dataclasses.replace(self, data=data)
+
     def told(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"data": Path(self.data).name}
 
@@ -67,17 +71,26 @@ class Language(Task, name="language"):
     """A text, whose sequences are drawn anew at every step. An epoch ends with an evaluation."""
 
     numbered_by = "step"
+    needs_data = False
+    shown = ("task", "depth", "loss", "bpc", "tlops_saved", "macs_saved", "loss_soft", "train_tokens_per_s")
     recipe: LMRecipe
 
     def __init__(self, recipe: LMRecipe, source: Source, device: torch.device) -> None:
         super().__init__(recipe, source, device)
-        text = source.opened or open_text(source.data or recipe.data)
+        for name, given in (("eval-data", source.eval_data), ("limit", source.limit)):
+            if given is not None:
+                raise DwindleError(f"--{name} {given} is for images; leave it out for a text.")
+        text = source.opened or open_text(recipe.data)
         self.text = text.to(device)  # all of it: a step waits for no copy
         for part in (self.text.train, self.text.val):
             check_long(part, recipe.context, self.text.name)
         self.batch, self.steps, self.steps_per_epoch = recipe.batch, recipe.steps, recipe.eval_every
         self.eval_every = self.save_every = 1
         self.places = self.text.places(recipe.batch, recipe.context, recipe.seed, recipe.steps)
+
+    @property
+    def shared(self) -> Text:  # type: ignore[override]
+        return self.text
 
     def batches(self, train: bool, epoch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         first = epoch * self.steps_per_epoch
