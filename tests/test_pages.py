@@ -259,6 +259,10 @@ def test_readme_is_short_and_its_commands_stay() -> None:
     assert max(len(cell.strip()) for line in gains.splitlines() for cell in line.split("|")) < 60
 
 
+def test_every_extra_is_explained() -> None:
+    assert set(re.findall(r"^\| `(\w+)` \|", PAGES["docs/install.md"].read_text(), re.MULTILINE)) == extras()
+
+
 def test_readme_links_lead_somewhere() -> None:
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", PAGES["README.md"].read_text()):
         assert link.startswith("http") or (ROOT / link).exists(), link
