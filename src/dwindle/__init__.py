@@ -1,5 +1,6 @@
 """Dwindle: a plain vision transformer in, one whose tokens stop being computed when they are done out."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .core.model import AdaptiveViT, Output, adapt
@@ -39,7 +40,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """A network of its own is imported when first asked for."""
     if name == "AdaPerceiver":
-        from .models.adaperceiver import AdaPerceiver
-
-        return AdaPerceiver
+        return import_module(".models.adaperceiver", __name__).AdaPerceiver
     raise AttributeError(f"module 'dwindle' has no attribute '{name}'")

@@ -558,7 +558,7 @@ def test_compare_report_and_search(places, here):
         ("search tiny_test --data {data} --out x --holdout 2", "2"),
         ("compare tiny_compare --data {data} --out x --set seed=3", "--set seed=3"),
         ("train tiny_test --data {data} --out x --set seed=4294967296", "seed = 4294967296"),
-        ("bench nosuchmodel", "give a timm model's name"),
+        ("bench nosuchmodel", "give a model's name"),
         ("eval nowhere --data {data} --exit 0.9", "unknown checkpoint 'nowhere'"),
         ("view nowhere {data} --tau 0.5", "unknown checkpoint 'nowhere'"),
     ],

@@ -72,7 +72,7 @@ class Answered(TyperCommand):
             family = next((family for family in self.own if family.builds(source)), None)
             if family is None:
                 known = [*shipped(), *(name for other in self.own for name in other.untrained())]
-                hint = "give a timm model's name, a checkpoint folder or a shipped name"
+                hint = "give a model's name, a checkpoint folder or a shipped name"
                 raise unknown("model or checkpoint", source, known, hint)
             return family
         family = family_at(source)

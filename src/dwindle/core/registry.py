@@ -66,7 +66,7 @@ class Family:
 
     def push_to_hub(self, model: Any, repo: str, **options: Any) -> str:
         """Upload it as a checkpoint."""
-        raise DwindleError(f"{self.many[0].upper()}{self.many[1:]} cannot be uploaded so; see dwindle.io.hub.")
+        raise DwindleError(f"{self.many[0].upper()}{self.many[1:]} are uploaded by dwindle.io.hub.push_to_hub(model, repo).")
 
     def untrained(self) -> Collection[str]:
         """Names by which it builds a model that was not trained, as `dwindle bench` takes them."""
