@@ -62,11 +62,11 @@ class Family:
 
     def prepare(self, model: Any) -> Any:
         """A copy for weights that stay, which answers as this machine computes fastest."""
-        raise DwindleError(f"{self.many[0].upper()}{self.many[1:]} cannot be prepared; call the model itself.")
+        raise DwindleError(f"There is no faster copy of {self.one} to prepare; call the model itself.")
 
     def push_to_hub(self, model: Any, repo: str, **options: Any) -> str:
         """Upload it as a checkpoint."""
-        raise DwindleError(f"{self.many[0].upper()}{self.many[1:]} are uploaded by dwindle.io.hub.push_to_hub(model, repo).")
+        raise DwindleError(f"To upload {self.one} call dwindle.io.hub.push_to_hub(model, repo).")
 
     def untrained(self) -> Collection[str]:
         """Names by which it builds a model that was not trained, as `dwindle bench` takes them."""
