@@ -63,43 +63,44 @@ def attend_causal(
 
 
 @dataclass(frozen=True)
-class Askers:
-    """Where the T tokens that ask are, the early half of a sequence apart from the late one: it meets no late key.
+class Queries:
+    """Where the T tokens with a query are. Those in the early half of a sequence are kept apart from those in the late
+    half, as they attend to no late key.
 
-    Sequences with fewer askers than the most have others' in the free places.
+    Each half is padded to its sequence with the most queries; a padded place repeats a query of another sequence.
     """
 
     halves: tuple[Tensor, Tensor]  # (B, n) which of the T; each with an n of its own
-    flat_index: Tensor  # (T,) where each asker is among the early ones of all sequences followed by the late ones
+    flat_index: Tensor  # (T,) where each is among the early ones of all sequences followed by the late ones
 
     @staticmethod
-    def of(keep_BN: Tensor) -> Askers:
-        """Of tokens (B, N) with `keep`; N >= 2, and at least one asks."""
+    def of(keep_BN: Tensor) -> Queries:
+        """Of the tokens (B, N) with `keep`; N >= 2, and at least one has a query."""
         (batch, length), device = keep_BN.shape, keep_BN.device
-        rank = keep_BN.flatten().cumsum(0).view(batch, length) - 1  # which of the T a token is, if it asks
-        places, homes, before = [], [], 0
+        rank = keep_BN.flatten().cumsum(0).view(batch, length) - 1  # which of the T a token is, if it has a query
+        halves, places, before = [], [], 0
         for keep, ranks in zip(*(t.tensor_split([length // 2], 1) for t in (keep_BN, rank))):
             count = keep.sum(1, keepdim=True)
-            most = max(int(count.amax()), 2)  # sizes of 0 and 1 would be compiled apart
+            most = max(int(count.amax()), 2)  # for sizes of 0 and 1 other code would be compiled
             first = ranks[:, -1:] - count + 1  # (B, 1)
-            places.append((first + torch.arange(most, device=device)).clamp(max=rank[-1, -1]))
-            homes.append(before + most * torch.arange(batch, device=device)[:, None] + ranks - first)
+            halves.append((first + torch.arange(most, device=device)).clamp(max=rank[-1, -1]))
+            places.append(before + most * torch.arange(batch, device=device)[:, None] + ranks - first)
             before += batch * most
-        return Askers((places[0], places[1]), torch.cat(homes, 1)[keep_BN])
+        return Queries((halves[0], halves[1]), torch.cat(places, 1)[keep_BN])
 
 
-def attend_asked(q_T: Tensor, place_T: Tensor, k: Tensor, v: Tensor, askers: Askers) -> Tensor:
+def attend_queries(q_T: Tensor, place_T: Tensor, k: Tensor, v: Tensor, queries: Queries) -> Tensor:
     """(T, H, E): what `attend_causal` gives tokens with queries (T, H, E) at positions (T,), computed for them alone.
 
-    For a CPU, where the fused call computes all scores of a short sequence also where it is causal, and is as fast
-    under a mask.
+    For a CPU: there the fused call computes all scores of a short sequence even if it is causal, and a mask costs it
+    nothing.
     """
-    heard = []
-    for who, end in zip(askers.halves, (k.shape[1] // 2, k.shape[1])):
-        asked, place = (t.index_select(0, who.flatten()).unflatten(0, who.shape) for t in (q_T, place_T))
+    parts = []
+    for rows, end in zip(queries.halves, (k.shape[1] // 2, k.shape[1])):
+        q, place = (t.index_select(0, rows.flatten()).unflatten(0, rows.shape) for t in (q_T, place_T))
         seen = torch.arange(end, device=k.device) <= place[:, None, :, None]  # (B, 1, n, m)
-        q, keys, values = (t.transpose(1, 2) for t in (asked, k[:, :end], v[:, :end]))
+        q, keys, values = (t.transpose(1, 2) for t in (q, k[:, :end], v[:, :end]))
         grouped = q.shape[1] != keys.shape[1]
         out = F.scaled_dot_product_attention(q, keys, values, seen, enable_gqa=grouped)
-        heard.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(heard).index_select(0, askers.flat_index)
+        parts.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts).index_select(0, queries.flat_index)

@@ -12,7 +12,7 @@ from dwindle.models.lm import TSA, CharLM, EarlyExit, LMSize, MoD, Static, adapt
 from dwindle.models.lm.bench import forced_keep
 from dwindle.models.lm.execute import MANY, Cache, tlops_saved
 from dwindle.models.lm.generate import generate
-from dwindle.ops.causal import Askers, attend_asked, attend_causal, attend_causal_ref
+from dwindle.ops.causal import Queries, attend_causal, attend_causal_ref, attend_queries
 from shared.flops import flop_counter
 from shared.routers import ROUTERS, SIZE, build, ids_for
 
@@ -169,7 +169,7 @@ def test_attention_of_some_is_that_of_all(heads, length, share):
     q, k, v = (torch.randn(3, length, h, 8, generator=generator).double() for h in (4, heads, heads))
     keep = torch.rand(3, length, generator=generator) < share
     keep[0, -1], keep[1] = True, False  # one sequence where nobody asks
-    out = attend_asked(q[keep], keep.nonzero()[:, 1], k, v, Askers.of(keep))
+    out = attend_queries(q[keep], keep.nonzero()[:, 1], k, v, Queries.of(keep))
     torch.testing.assert_close(out, attend_causal_ref(q, k, v)[keep], atol=1e-12, rtol=1e-12)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...core.tokens import Where
 from ...core.trace import Trace
 from ...errors import DwindleError, unknown
-from ...ops.causal import Askers, attend_asked, attend_causal
+from ...ops.causal import Queries, attend_causal, attend_queries
 from .cost import lm_macs, static_lm_macs
 from .hf import HFLanguage
 from .model import CharLM, Turns
@@ -121,8 +121,8 @@ class AdaptiveLM(nn.Module):
             else:
                 plain = weight is None and cache is None and not self.training  # no other keys, no dropout
                 alone = plain and x.device.type == "cpu" and 4 <= shape[1] <= SHORT and ids.numel() >= MANY
-                askers = Askers.of(gate.keep) if alone and gate is not None else None
-                x = self._best(_rows_run, cache)(*given, rows, askers)
+                queries = Queries.of(gate.keep) if alone and gate is not None else None
+                x = self._best(_rows_run, cache)(*given, rows, queries)
             trace.lives.append(Where(shape, everyone if gate is None else gate.keep))
             trace.values.append({} if gate is None else gate.record)
             if gate is not None and gate.exit is not None:
@@ -140,11 +140,11 @@ class AdaptiveLM(nn.Module):
         compiled = torch.compile(_rows_run)
 
         def rows_run(*given: Any) -> Tensor:
-            *_, rows, askers = given
+            *_, rows, queries = given
             torch._dynamo.maybe_mark_dynamic(rows, 0)  # who runs, and nothing else: known sizes make better code
-            if askers is not None:
-                torch._dynamo.maybe_mark_dynamic(askers.flat_index, 0)
-                for half in askers.halves:
+            if queries is not None:
+                torch._dynamo.maybe_mark_dynamic(queries.flat_index, 0)
+                for half in queries.halves:
                     torch._dynamo.maybe_mark_dynamic(half, 1)
             return compiled(*given)
 
@@ -200,7 +200,7 @@ def _rows_run(
     cache: Cache | None,
     depth: int,
     rows: Tensor,
-    askers: Askers | None,
+    queries: Queries | None,
 ) -> Tensor:
     """The stream after a block that only these rows (T,) run; without weights all offer keys.
 
@@ -227,9 +227,9 @@ def _rows_run(
         if cache is not None:
             cache.extend(depth, k, v, weight_BN)
         return x
-    if askers is not None:
+    if queries is not None:
         q = block.queries(h.flatten(0, 1).index_select(0, rows), here())
-        heard = attend_asked(q, rows % shape[1], k, v, askers).flatten(-2)
+        mixed = attend_queries(q, rows % shape[1], k, v, queries).flatten(-2)
     else:
         if weight_BN is not None:
             q = spread(block.queries(h, here()))
@@ -237,8 +237,8 @@ def _rows_run(
             q = spread(block.queries(h.flatten(0, 1).index_select(0, rows), here()))
         else:  # moving queries there and back saves nothing over computing those that nobody asks for
             q = block.queries(h, turns)
-        heard = _attend(block, q, k, v, weight_BN, cache, depth).flatten(0, 1).index_select(0, rows)
-    new = block.rest(live[None], heard[None])[0]  # as one sequence: x + h W of matrices is compiled to a copy and a sum
+        mixed = _attend(block, q, k, v, weight_BN, cache, depth).flatten(0, 1).index_select(0, rows)
+    new = block.rest(live[None], mixed[None])[0]  # as one sequence: x + h W of matrices is compiled to a copy and a sum
     new = live + scale_BN.flatten().index_select(0, rows)[:, None].to(x.dtype) * (new - live)
     written = flat.index_copy(0, rows, new) if torch.is_grad_enabled() else flat.index_copy_(0, rows, new)
     return written.unflatten(0, shape)
