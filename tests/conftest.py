@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from importlib.util import find_spec
 from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("DWINDLE_CACHE", os.path.join(tempfile.gettempdir(), f"dwindle-test-graphs-{os.getuid()}"))
 
 import pytest
 import torch
@@ -25,6 +27,17 @@ def bf16_on_cpu():
 
     if not cpu_multiplies_bf16():
         pytest.skip("this CPU does not multiply in bf16")
+
+
+@pytest.fixture(autouse=True)
+def few_graphs(request, monkeypatch):
+    """Recording a graph for a CPU takes seconds: prepared models run packed, but in tests marked `graphs`."""
+    if request.node.get_closest_marker("graphs") is not None:
+        pytest.importorskip("onnxruntime", reason="extra `onnx` is not installed")
+        return
+    from dwindle.runtime import cpu
+
+    monkeypatch.setattr(cpu, "refusal", lambda model: "a test without the mark `graphs`")
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import timm
 import torch
@@ -14,27 +12,12 @@ import dwindle
 from dwindle.backbones import backbone_of
 from dwindle.core.cost import static_macs
 from dwindle.evaluate.bench import forced_depths
-from dwindle.ops.linear import MKL, OneDNN
 from shared.tiny import BACKBONES, METHODS, build, cover, images_for
 
 
-@pytest.fixture(autouse=True)
-def no_filling(monkeypatch):
-    """On a CPU a few rows more may be computed than are live, for oneDNN's sake: not what cost counts."""
-    monkeypatch.setattr("dwindle.ops.linear.room", lambda rows, *dtype: rows)
-
-
 def counted(call) -> float:
-    """MACs by torch's counter, which sees attention only as plain products, and must be told of packed layers'."""
-
-    def product(x, *_, out_shape=None) -> int:
-        return 2 * math.prod(x) * out_shape[-1]
-
-    known = {torch.ops.mkl._mkl_linear: product} if MKL.here() else {}
-    known |= {torch.ops.mkldnn._linear_pointwise: product} if OneDNN.here() else {}
-    with torch.no_grad():
-        call()  # the first times which library is faster, and that is not to be counted
-    mode = FlopCounterMode(display=False, custom_mapping=known)
+    """MACs by torch's counter, which sees attention only as plain products."""
+    mode = FlopCounterMode(display=False)
     with mode as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         call()
     return counter.get_total_flops() / 2

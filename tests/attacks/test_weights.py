@@ -14,11 +14,7 @@ from shared.tiny import METHODS, build, images_for
 
 BACKBONES = ("vit", "layerscale", "hf_vit", "hf_dinov2")
 
-
-@pytest.fixture(autouse=True)
-def however_small(monkeypatch):
-    """Products of test models are packed too."""
-    monkeypatch.setattr("dwindle.ops.linear.WORTH", 0)
+pytestmark = pytest.mark.graphs
 
 
 def linears(model):

@@ -304,7 +304,8 @@ def test_bench(model, places):
     assert {"rows", "device", "torch"} <= result.keys()
     assert [(row["batch"], row["fraction"]) for row in result["rows"]] == [(1, 1.0), (1, 0.6), (2, 1.0), (2, 0.6)]
     for row in result["rows"]:
-        assert min(row[name] for name in ("static_ms", "adaptive_ms", "speedup")) > 0
+        assert min(row[name] for name in ("adaptive_ms", "speedup")) > 0 and row["engine"] == "packed"
+        assert min(row["static_ms"].values()) > 0 and row["best"] in row["static_ms"]
 
 
 def test_quantize_writes_what_the_others_take(places, here):

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 
-import dwindle
 from dwindle.errors import DwindleError
-from dwindle.evaluate.evaluate import evaluate
 from dwindle.ops import half
 from dwindle.ops.attention import attend_ref
 from dwindle.recipes.vision import ada_tiny_test, tiny_test
-from dwindle.runtime import memory as heap
-from dwindle.runtime.memory import kept_pages
 
 CPU = torch.device("cpu")
 
@@ -153,50 +146,3 @@ def test_a_cpu_whose_product_ends_the_process_is_found_out(monkeypatch):
         assert not half.cpu_multiplies_bf16()
     finally:
         half.cpu_multiplies_bf16.cache_clear()
-
-
-MEMORY = """
-import resource, torch
-from dwindle.runtime.memory import kept_pages
-
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20
-
-def grown():
-    before = resident()
-    x = torch.ones(600 * 2**20)  # 2.3 GiB
-    del x
-    return resident() - before
-
-freed = grown()
-with kept_pages():
-    with kept_pages():
-        pass
-    kept = grown()
-print(freed, kept, resident())
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux how much memory a process holds")
-def test_freed_memory_stays_with_the_process_as_long_as_it_is_asked_to():
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
-    freed, kept, left = map(int, done.stdout.split())
-    assert freed < 100 and kept > 2300 and left < 1500
-
-
-@pytest.mark.skipif(heap._glibc() is None, reason="asks glibc")
-def test_evaluation_keeps_memory():
-    model, within = dwindle.adapt(timm.create_model("test_vit", num_classes=3, img_size=32), dwindle.Static()), []
-
-    def ask(fast, x):
-        within.append(heap._within)
-        return fast(x)
-
-    evaluate(model, [(torch.rand(2, 3, 32, 32), torch.zeros(2, dtype=torch.long))], ask=ask)
-    assert within == [1] and heap._within == 0
-
-
-def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "win32")
-    with kept_pages():
-        assert heap._glibc() is None

@@ -1,257 +1,128 @@
-"""The lean layout, what a prepared model runs on a CPU, against the packed path, its definition; and its ops."""
+"""What a prepared model runs on a CPU, a graph in onnxruntime, against the packed layout, its definition."""
 
 from __future__ import annotations
 
-import copy
+import logging
+import os
 
 import pytest
 import torch
 import torch.nn.functional as F
-from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import dwindle
 from dwindle.core.packed import Packed
 from dwindle.evaluate.bench import forced_depths
-from dwindle.ops.linear import MKL, OneDNN, Packs, _works, available, library, linear_ref, maker, room
+from dwindle.methods.topk import TopK
 from dwindle.ops.patches import cut_by_matmul, cutting, embed_patches
-from dwindle.runtime.cpu import CpuPacked
-from shared.tiny import BACKBONES, METHODS, build, cover, images_for
+from dwindle.runtime import cpu, graph_cache, onnx_graph
+from shared.tiny import METHODS, build, cover, images_for
 
-packs = pytest.mark.skipif(not available(), reason="this torch has neither MKL nor oneDNN")
-
-
-@pytest.fixture(autouse=True)
-def however_small(monkeypatch):
-    """Products of test models are packed too."""
-    monkeypatch.setattr("dwindle.ops.linear.WORTH", 0)
-
-
-@pytest.fixture
-def by(monkeypatch):
-    """by(library): from here on linear layers run by it."""
-
-    def choose(wanted):
-        if not wanted.here():
-            pytest.skip(f"this torch has no {wanted.__name__}")
-        monkeypatch.setattr("dwindle.ops.linear.library", lambda *dtype: wanted)
-
-    return choose
+graphs = pytest.mark.graphs
+# Each pair records two graphs, which takes seconds: the others with DWINDLE_SLOW=1.
+PAIRS = [("vit", "AHT_merge"), ("hf_dinov2", "AViT"), ("average", "ToMe"), ("distilled", "TopK_fused")]
 
 
 def same(ours, theirs, tolerance=1e-5):
     assert torch.equal(ours.trace.depth, theirs.trace.depth)
     torch.testing.assert_close(ours.logits, theirs.logits, atol=tolerance, rtol=1e-4)
-    torch.testing.assert_close(ours.features, theirs.features, atol=10 * tolerance, rtol=1e-4)
-    for mine, its in zip(ours.trace.values, theirs.trace.values, strict=True):
-        assert mine.keys() == its.keys()
-        for name in its:
-            torch.testing.assert_close(mine[name], its[name], atol=10 * tolerance, rtol=1e-4)
 
 
-@pytest.mark.parametrize("backbone, method", cover())
+def same_details(ours, theirs):
+    same(ours, theirs)
+    torch.testing.assert_close(ours.features, theirs.features, atol=1e-4, rtol=1e-4)
+    for name in {name for values in theirs.trace.values for name in values}:
+        mine, its = ours.trace.stack(name, torch.nan), theirs.trace.stack(name, torch.nan)
+        torch.testing.assert_close(mine, its.float(), atol=1e-4, rtol=1e-4, equal_nan=True)
+    for mine, its in zip(ours.trace.exits, theirs.trace.exits, strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
+
+
+@graphs
+@pytest.mark.parametrize("backbone, method", cover() if "DWINDLE_SLOW" in os.environ else PAIRS)
 @torch.no_grad()
-def test_lean_is_packed(backbone, method):
+def test_the_graph_is_packed(backbone, method):
+    """Of batches of any size, with the depths forced, and for each image its own operating point."""
     model = build(backbone, METHODS[method]())
-    images, fast = images_for(model, 3), model.prepare()
-    same(fast(images), model(images, layout="packed"))
-    same(fast(images[:1]), model(images[:1], layout="packed"))
-    depths = forced_depths(3, model.backbone.shape, 0.6)
+    images, fast = images_for(model, 5), model.prepare(details=True)
+    assert fast.path(images) == "graph"
+    for batch in (images, images[:1], images[:2]):
+        same_details(fast(batch), model(batch, layout="packed"))
+    depths = forced_depths(5, model.backbone.shape, 0.6)
     same(fast(images, depths=depths), model(images, layout="packed", depths=depths))
+    if model.method.per_image_point:
+        _, cheap, dear = model.method.operating_point
+        points = torch.linspace(cheap, dear, 5)
+        same(fast(images, operating_point=points), model(images, layout="packed", operating_point=points))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@graphs
 @torch.no_grad()
-def test_other_precisions(dtype):
-    model = build("layerscale", METHODS["AHT_merge"](), dtype)
-    images = images_for(model, 3, dtype)
-    same(model.prepare()(images), model(images, layout="packed"), 1e-12 if dtype == torch.float64 else 0.1)
-
-
-@pytest.mark.usefixtures("bf16_on_cpu")
-@pytest.mark.parametrize("method", ["AHT", "AHT_rest", "AViT", "DynamicViT", "TopK_fused"])
-@pytest.mark.parametrize("backbone", BACKBONES)
-@torch.no_grad()
-def test_bf16_errs_no_more_than_twice_as_far_as_plain_torch(backbone, method, monkeypatch):
-    """Given equal decisions (who inherits, or merges, is one): lean, over packed weights and by products, against the
-    family's own blocks. An image alone is as in its batch, up to the rounding of the family's own read-out."""
-    monkeypatch.setattr("dwindle.ops.half.FEW", 4)
-    exact = build(backbone, METHODS[method]())
-    images = images_for(exact, 4)
-    depths = forced_depths(4, exact.backbone.shape, 0.6)
-    wanted = exact(images, depths=depths).logits
-    rough, images = copy.deepcopy(exact).bfloat16(), images.bfloat16()
-    plain, fast = rough(images, layout="masked", depths=depths).logits.float(), rough.prepare()
-    ours = fast(images, depths=depths).logits.float()
-    assert (ours - wanted).abs().mean() <= 2 * (plain - wanted).abs().mean()
-    alone = fast(images[:1], depths=depths[:1]).logits.float()
-    tolerance = 2**-4 if backbone == "attention_pool" else 0.0
-    torch.testing.assert_close(alone, ours[:1], rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.usefixtures("bf16_on_cpu")
-@pytest.mark.parametrize("merge", ["none", "nearest"])
-@torch.no_grad()
-def test_in_bf16_an_image_alone_decides_as_in_its_batch(merge):
-    torch.manual_seed(0)
-    vit = VisionTransformer(img_size=64, patch_size=8, embed_dim=192, depth=6, num_heads=3, num_classes=10)
-    model = dwindle.adapt(vit, dwindle.AHT(stages=(1, 2, 3), gamma=2.0, follow=0.7, merge=merge)).eval().bfloat16()
-    images = torch.randn(12, 3, 64, 64).bfloat16()
-    fast = model.prepare()
-    together = fast(images)
-    assert together.trace.depth.unique().numel() > 2
-    for i in range(12):
-        alone = fast(images[i, None])
-        assert torch.equal(alone.trace.depth[0], together.trace.depth[i])
-        torch.testing.assert_close(alone.logits[0], together.logits[i], rtol=2**-6, atol=2**-6)  # timm's own head
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_mean_of_an_image_is_rounded_as_if_it_were_alone(dtype):
-    x = torch.randn(3, 150, 192, generator=torch.Generator().manual_seed(0)).to(dtype)
-    together = Packed.start(x, 0).image_mean(x.flatten(0, 1))
-    alone = [Packed.start(one[None], 0).image_mean(one) for one in x]
-    assert torch.equal(together, torch.cat(alone))
-    nobody = Packed.start(x[:2], 0).changed(lengths=[0, 150])
-    assert torch.equal(nobody.image_mean(x[1]), torch.stack([torch.zeros(192, dtype=dtype), together[1]]))
-
-
-@pytest.mark.usefixtures("bf16_on_cpu")
-@torch.no_grad()
-def test_layers_in_bf16_meet_few_numbers_of_rows(monkeypatch):
-    """And round as plain ones do, to the bit."""
-    layer, met, product, packs = nn.Linear(64, 48).bfloat16(), set(), OneDNN.product, Packs()
-    lean = CpuPacked.begin(torch.zeros(1, 2, 64), 0, {}, packs)
-    monkeypatch.setattr(OneDNN, "product", lambda x, *rest: met.add(len(x)) or product(x, *rest))
-    for rows in (*range(1, 40), 100, 101, 333):
-        x = torch.randn(rows, 64).bfloat16()
-        for ask in (packs, lean.linear):
-            torch.testing.assert_close(ask(layer, x), linear_ref(layer, x), rtol=2**-7, atol=2**-8)
-    assert met == {8, 16, 24, 32, 40, 104, 336}
-
-
-@torch.no_grad()
-def test_lean_runs_where_a_model_is_prepared(monkeypatch):
+def test_an_answer_says_what_it_leaves_out():
     model = build("vit", METHODS["AHT"]())
-    images, fast = images_for(model, 2), model.prepare()
-    ran = []
-    monkeypatch.setattr(
-        CpuPacked, "update", lambda self, *given: ran.append(given[1]) or super(CpuPacked, self).update(*given)
-    )
+    images, fast = images_for(model), model.prepare()
+    out, wanted = fast(images), model(images)
+    same(out, wanted)
+    assert torch.equal(model.macs(out.trace), model.macs(wanted.trace))
+    assert torch.equal(out.trace.counts, wanted.trace.counts) and torch.equal(out.trace.patches, wanted.trace.patches)
+    assert out["logits"] is out.logits and out[0] is out.logits and "logits=(5, 5)" in repr(out)
+    for read in (lambda: out.features, lambda: out.trace.scores, lambda: out.trace.plans, lambda: out.trace.exits):
+        with pytest.raises(dwindle.DwindleError, match="details=True"):
+            read()
+
+
+@graphs
+@pytest.mark.parametrize("method", ["TopK", "ToMe"])
+@torch.no_grad()
+def test_a_setting_that_is_turned_is_not_stale(method):
+    """A tensor is an input of the graph; at another plain number the packed layout answers."""
+    model = build("vit", METHODS[method]())
+    images, fast = images_for(model), model.prepare()
+    before = fast(images)
+    name = model.method.operating_point[0]
+    for owner in (model, fast):
+        dwindle.evaluate.evaluate.turn(owner, 0.4 if method == "TopK" else 1.5, name)
+    same(fast(images), model(images))
+    assert not torch.equal(fast(images).trace.depth, before.trace.depth)
+    assert fast.path(images) == ("graph" if method == "TopK" else "packed")
+
+
+@graphs
+@torch.no_grad()
+def test_other_numbers_of_a_method_are_not_stale():
+    model = build("vit", METHODS["AHT"]())
+    images, fast = images_for(model), model.prepare()
     fast(images)
-    assert len(ran) == len(model.backbone.blocks) and fast.path(images) == "cpu"
-    ran.clear()
-    model(images)
+    model.method.threshold = fast.method.threshold = 0.9
+    same(fast(images), model(images))
+    assert fast.path(images) == "packed"
+    fast.method.threshold = 0.5
+    assert fast.path(images) == "graph"
+
+
+@graphs
+@torch.no_grad()
+def test_what_is_not_float32_or_is_watched_runs_packed():
+    images = images_for(build("vit", METHODS["AHT"]()), 2)
+    for dtype in (torch.float64, torch.bfloat16):
+        rough = build("layerscale", METHODS["AHT_merge"](), dtype)
+        fast = rough.prepare()
+        assert fast.path(images.to(dtype)) == "packed"
+        same(fast(images.to(dtype)), rough(images.to(dtype)), 1e-12)
+    model = build("vit", METHODS["AHT"]())
+    fast = model.prepare()
+    assert fast.path(images) == "graph"
     with torch.autocast("cpu", torch.bfloat16):
-        fast(images)
-    assert not ran
+        assert fast.path(images) == "packed"
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert fast.path(images) == "packed"
+    handle.remove()
+    assert fast.path(images) == "graph"
 
 
-@pytest.mark.parametrize("kind", [MKL, OneDNN])
-@pytest.mark.parametrize("wide,out", [(32, 96), (384, 1152), (1536, 384), (33, 7), (192, 1)])
-@pytest.mark.parametrize("bias", [True, False])
+@graphs
 @torch.no_grad()
-def test_packed_weights_serve_any_number_of_rows(by, kind, wide, out, bias):
-    by(kind)
-    layer, linear = nn.Linear(wide, out, bias=bias), Packs()
-    for rows in (1, 2, 3, 7, 8, 15, 16, 17, 31, 64, 127, 128, 129, 197, 500, 1201, 2051):
-        x = torch.randn(rows, wide)
-        torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
-    x = torch.randn(2, 5, wide)
-    torch.testing.assert_close(linear(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("kind", [MKL, OneDNN])
-@pytest.mark.parametrize("bias", [True, False])
-@torch.no_grad()
-def test_a_corner_of_a_layer_is_packed_apart(by, kind, bias):
-    """The first outputs and inputs, as if there were no others."""
-    by(kind)
-    layer, linear = nn.Linear(64, 48, bias=bias), Packs()
-    for corner in (None, (24, 64), (48, 32), (7, 33), (24, 64)):
-        x = torch.randn(3, 5, corner[1] if corner else 64)
-        ours, theirs = linear(layer, x, corner), linear_ref(layer, x, corner)
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
-        if corner:
-            small = nn.Linear(corner[1], corner[0], bias=bias)
-            small.weight.copy_(layer.weight[: corner[0], : corner[1]])
-            if bias:
-                small.bias.copy_(layer.bias[: corner[0]])
-            torch.testing.assert_close(theirs, small(x))
-    assert len(linear._made) == 4
-    wide = torch.randn(5, 33, dtype=torch.float64)
-    torch.testing.assert_close(Packs()(layer.double(), wide, (7, 33)), linear_ref(layer, wide, (7, 33)))
-
-
-@pytest.mark.parametrize("kind", [MKL, OneDNN])
-@pytest.mark.parametrize("method", ["AHT", "AHT_merge", "DynamicViT", "ToMe"])
-@pytest.mark.parametrize("backbone", ["vit", "qk_norm", "hf_vit"])
-@torch.no_grad()
-def test_lean_is_packed_by_either_library(by, kind, backbone, method):
-    by(kind)
-    model = build(backbone, METHODS[method]())
-    images, fast = images_for(model, 5), model.prepare()
-    same(fast(images), model(images, layout="packed"))
-    same(fast(images[:1]), model(images[:1], layout="packed"))
-
-
-@packs
-def test_a_library_is_chosen_by_the_maker_of_the_cpu(monkeypatch):
-    chosen = library()
-    assert chosen is {"AuthenticAMD": OneDNN, "GenuineIntel": MKL}[maker()]
-    layer, x = nn.Linear(24, 40), torch.randn(5, 24)
-    try:
-        torch.set_default_dtype(torch.float64)
-        with torch.device("meta"), torch.no_grad():
-            _works.cache_clear()
-            assert library() is chosen
-            torch.testing.assert_close(Packs()(layer, x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    monkeypatch.setattr("dwindle.ops.linear.maker", lambda: "ARM")
-    assert library() is None and not available()
-
-
-@packs
-def test_a_library_that_is_not_there_is_not_taken(monkeypatch):
-    def broken(*_):
-        raise RuntimeError("could not create a primitive descriptor")
-
-    chosen = library()
-    monkeypatch.setattr("dwindle.ops.linear._works", _works.__wrapped__)
-    layer, x = nn.Linear(24, 40), torch.randn(5, 24)
-    for product in (broken, lambda x, packed, weight, bias: F.linear(x, weight) + 1):
-        monkeypatch.setattr(chosen, "product", staticmethod(product))
-        assert library() is None
-        assert torch.equal(Packs()(layer, x), linear_ref(layer, x))
-
-
-@torch.no_grad()
-def test_compiled_and_traced_calls_are_plain(by):
-    by(OneDNN)
-    layer, x, linear = nn.Linear(64, 48).requires_grad_(False), torch.randn(9, 64), Packs()
-    linear(layer, x)
-    compiled, traced = torch.compile(lambda x: linear(layer, x)), torch.jit.trace(lambda x: linear(layer, x), x)
-    for call in (compiled, traced):
-        torch.testing.assert_close(call(x), linear_ref(layer, x), atol=1e-5, rtol=1e-4)
-
-
-@torch.no_grad()
-def test_small_products_are_not_packed(by, monkeypatch):
-    by(OneDNN)
-    monkeypatch.setattr("dwindle.ops.linear.WORTH", 64 * 48 * 10)
-    layer, linear = nn.Linear(64, 48), Packs()
-    for rows, corner in ((9, None), (19, (24, 64)), (19, (48, 32))):
-        x = torch.randn(rows, corner[1] if corner else 64)
-        assert torch.equal(linear(layer, x, corner), linear_ref(layer, x, corner)) and not linear._made
-    for rows, corner in ((10, None), (20, (24, 64)), (20, (48, 32))):
-        linear(layer, torch.randn(2, rows // 2, corner[1] if corner else 64), corner)
-        assert (layer, corner) in linear._made
-
-
-@torch.no_grad()
-def test_layers_of_ones_own_see_live_rows_only(by):
-    by(OneDNN)
+def test_layers_of_ones_own_see_live_rows_only():
     seen = []
 
     class Own(nn.Linear):
@@ -264,18 +135,107 @@ def test_layers_of_ones_own_see_live_rows_only(by):
     fc2 = model.vit.blocks[0].mlp.fc2
     model.vit.blocks[0].mlp.fc2 = Own(fc2.in_features, fc2.out_features)
     same(model.prepare()(images), model(images, layout="packed"))
-    assert seen[0] == seen[1]
+    assert len(seen) == 2 and seen[0] == seen[1]
 
 
-@packs
-def test_few_numbers_of_rows_and_little_filling(by):
-    assert library() in (MKL, OneDNN) and library() is library()
-    by(OneDNN)
-    numbers = [room(rows) for rows in range(1, 16 * 1024)]
-    assert len(set(numbers)) < 256  # for four layers of different sizes, as many as oneDNN keeps
-    assert all(rows <= number <= rows + max(7, rows / 32) for rows, number in enumerate(numbers, 1))
-    by(MKL)
-    assert room(197) == 197
+@graphs
+@torch.no_grad()
+def test_few_images_are_not_worth_a_recording(monkeypatch, tmp_path):
+    """Unless the graph is there: then they are answered by it."""
+    monkeypatch.setenv("DWINDLE_CACHE", str(tmp_path))
+    model = build("vit", TopK(stages=(1,)))
+    images = images_for(model)
+    assert model.prepare(images=10).path(images) == "packed" and not list(tmp_path.iterdir())
+    assert model.prepare().path(images) == "graph" and len(list(tmp_path.iterdir())) == 1
+    assert model.prepare(images=10).path(images) == "graph"
+
+
+@graphs
+@torch.no_grad()
+def test_a_kept_graph_holds_no_weights_and_is_verified(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("DWINDLE_CACHE", str(tmp_path))
+    recorded, record = [], cpu.recording
+    monkeypatch.setattr(cpu, "recording", lambda *given: recorded.append(1) or record(*given))
+    model = build("vit", TopK(stages=(2,)))
+    images = images_for(model)
+    model.prepare()(images)
+    (kept,) = tmp_path.iterdir()
+    assert kept.read_bytes().count(model.vit.blocks[0].mlp.fc1.weight.detach().numpy().tobytes()) == 0
+    for parameter in model.parameters():
+        parameter.mul_(0.9)
+    same(model.prepare()(images), model(images))  # other weights, the same graph
+    assert len(recorded) == 1
+    damaged = bytearray(kept.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    kept.write_bytes(damaged)
+    with caplog.at_level(logging.WARNING, "dwindle"):
+        same(model.prepare()(images), model(images))
+    assert len(recorded) == 2 and "damaged" in caplog.text
+    monkeypatch.setenv("DWINDLE_CACHE", "off")
+    assert graph_cache.folder() is None
+    assert model.prepare().path(images) == "graph" and len(recorded) == 3
+
+
+def test_the_key_knows_what_a_forward_reads():
+    """Another structure, another setting or another constant of a module is another graph; other weights are not."""
+    model = build("layerscale", METHODS["AHT"]())
+    key = graph_cache.key_of(model)
+    assert key == graph_cache.key_of(build("layerscale", METHODS["AHT"](), seed=1)) and key is not None
+    model.method.trained = True
+    assert graph_cache.key_of(model) == key != graph_cache.key_of(model, size=(3, 64, 64))
+    model.vit.blocks[1].attn.scale = 0.7
+    scaled = graph_cache.key_of(model)
+    model.method.threshold = 0.7
+    assert len({key, scaled, graph_cache.key_of(model), graph_cache.key_of(build("vit", METHODS["AHT"]()))}) == 4
+    model.vit.norm.own = object()  # nobody can tell what that is
+    assert graph_cache.key_of(model) is None
+
+
+@graphs
+@torch.no_grad()
+def test_a_graph_that_differs_is_not_used(monkeypatch, caplog):
+    model = build("vit", METHODS["AHT"]())
+    images = images_for(model)
+    run = onnx_graph.run
+    monkeypatch.setattr(onnx_graph, "run", lambda *given: (run(*given)[0] + 1, *run(*given)[1:]))
+    with caplog.at_level(logging.WARNING, "dwindle"):
+        same(model.prepare()(images), model(images))
+    assert "runs packed" in caplog.text
+
+
+@graphs
+@torch.no_grad()
+def test_without_the_packages_it_runs_packed(monkeypatch, caplog):
+    """And says so once."""
+    cpu._tell_missing.cache_clear()
+    monkeypatch.setattr(onnx_graph, "missing", lambda: ["onnxruntime"])
+    model = build("vit", METHODS["AHT"]())
+    images = images_for(model)
+    with caplog.at_level(logging.WARNING, "dwindle"):
+        for _ in range(2):
+            fast = model.prepare()
+            same(fast(images), model(images))
+            assert fast.path(images) == "packed"
+    assert caplog.text.count("pip install") == 1
+
+
+@graphs
+@torch.no_grad()
+def test_large_batches_run_in_parts(monkeypatch):
+    monkeypatch.setattr(cpu, "SCORES", 4 * 2 * 17**2 * 2)  # two images of a tiny model
+    model = build("vit", METHODS["AHT"]())
+    images = images_for(model, 5)
+    same(model.prepare()(images), model(images))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_mean_of_an_image_is_rounded_as_if_it_were_alone(dtype):
+    x = torch.randn(3, 150, 192, generator=torch.Generator().manual_seed(0)).to(dtype)
+    together = Packed.start(x, 0).image_mean(x.flatten(0, 1))
+    alone = [Packed.start(one[None], 0).image_mean(one) for one in x]
+    assert torch.equal(together, torch.cat(alone))
+    nobody = Packed.start(x[:2], 0).changed(lengths=[0, 150])
+    assert torch.equal(nobody.image_mean(x[1]), torch.stack([torch.zeros(192, dtype=dtype), together[1]]))
 
 
 @pytest.mark.parametrize("by", ["call", "module"])
@@ -295,6 +255,7 @@ def test_patches_by_a_matrix_product(size, by):
     assert "forward" not in conv.__dict__
 
 
+@graphs
 @torch.no_grad()
 def test_static_on_a_cpu_is_the_wrapped_model():
     model = build("vit", dwindle.Static())

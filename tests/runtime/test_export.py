@@ -9,17 +9,9 @@ import pytest
 import torch
 
 import dwindle
-from dwindle.runtime.export import (
-    Graph,
-    check,
-    export,
-    open_compiled,
-    open_onnx,
-    open_program,
-    program,
-    worthwhile_moves,
-)
+from dwindle.runtime.export import Graph, export, open_compiled, open_program, worthwhile_moves
 from dwindle.runtime.export import _write_onnx as write_onnx
+from dwindle.runtime.onnx_graph import check, open_onnx, program
 from dwindle.runtime.padded import Padded
 from shared.tiny import BACKBONES, METHODS, build, images_for
 

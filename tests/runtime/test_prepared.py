@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from types import MethodType
 
 import pytest
@@ -12,12 +13,6 @@ from torch import nn
 import dwindle
 from dwindle.evaluate.evaluate import calibrate, evaluate
 from shared.tiny import BACKBONES, METHODS, build, images_for
-
-
-@pytest.fixture(autouse=True)
-def however_small(monkeypatch):
-    """Products of test models are packed too."""
-    monkeypatch.setattr("dwindle.ops.linear.WORTH", 0)
 
 
 @pytest.fixture(params=["vit", "layerscale", "hf_vit"])
@@ -35,6 +30,7 @@ def linears(model):
     return [layer for layer in block.modules() if isinstance(layer, nn.Linear)]
 
 
+@pytest.mark.graphs
 @torch.no_grad()
 def test_a_model_answers_by_its_weights_as_they_are(model):
     """However they were written to; and its prepared copy by those it was made of, until it is made again."""
@@ -53,6 +49,7 @@ def test_a_model_answers_by_its_weights_as_they_are(model):
     same(model.prepare()(images), model(images))
 
 
+@pytest.mark.graphs
 @torch.no_grad()
 def test_what_is_added_to_a_block_runs_in_the_copy(model):
     seen = []
@@ -118,6 +115,7 @@ def _doubled(out):
     return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
 
 
+@pytest.mark.graphs
 @torch.no_grad()
 def test_dropout_that_was_left_on_stays_on():
     model = build("vit", METHODS["AHT"]())
@@ -130,6 +128,7 @@ def test_dropout_that_was_left_on_stays_on():
     same(model.prepare()(images), model(images))
 
 
+@pytest.mark.graphs
 @torch.no_grad()
 def test_layers_that_make_their_weights_make_them_in_the_copy():
     model = build("vit", METHODS["AHT"]())
@@ -141,6 +140,7 @@ def test_layers_that_make_their_weights_make_them_in_the_copy():
     same(model.prepare()(images), model(images))
 
 
+@pytest.mark.graphs
 def test_a_forward_of_its_own_is_not_copied(model):
     images, block = images_for(model, 3), model.backbone.blocks[1]
     original = block.forward
@@ -163,6 +163,15 @@ def test_a_prepared_copy_travels(backbone, method):
     assert torch.equal(copy.deepcopy(fast)(images).logits, before.logits)
 
 
+@pytest.mark.graphs
+def test_a_prepared_copy_travels_with_its_graph(model):
+    images, fast = images_for(model, 2), model.prepare(details=True)
+    before = fast(images)
+    for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert other.path(images) == "graph" and torch.equal(other(images).features, before.features)
+
+
+@pytest.mark.graphs
 def test_a_prepared_copy_only_answers(model):
     fast = model.prepare()
     assert fast.eval() is fast and not fast.training
@@ -177,6 +186,7 @@ def test_a_prepared_copy_only_answers(model):
         fast(images.to("meta"))
 
 
+@pytest.mark.graphs
 def test_training_goes_on_beside_a_prepared_copy():
     """Fused optimisers tell nobody that they wrote."""
     model = build("vit", METHODS["AHT"]())
@@ -195,6 +205,7 @@ def test_training_goes_on_beside_a_prepared_copy():
         assert torch.equal(fast(images).logits, before) and not torch.allclose(model(images).logits, before)
 
 
+@pytest.mark.graphs
 def test_a_budget_is_set_by_a_prepared_copy_and_kept_by_the_model(monkeypatch):
     """Also by a method whose operating point is one for the whole batch, and of a copy alone."""
     for name in ("AHT", "ToMe"):

@@ -17,6 +17,7 @@ from ..errors import DwindleError, missing
 from ..show.terminal import aside, plain
 from ..version import __version__
 from .families import answered, single
+from .memory import keep_freed_memory
 
 COMMANDS = {  # the module here that has a function of that name, and what it does
     "demo": ("demo", "Classify the shipped photographs with the shipped model and draw where the compute went."),
@@ -92,6 +93,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Errors a user can mend are one sentence on stderr and exit code 2."""
+    keep_freed_memory()
     try:
         try:
             app()

@@ -73,7 +73,7 @@ def activation_name(module: Any) -> str | None:
     """The activation's name in the kernels; None if they have none, or if it is a user's class."""
     if type(module) is nn.GELU:
         return "gelu" if module.approximate == "none" else "gelu_tanh"
-    if not _of_a_library(type(module)):
+    if not of_a_library(type(module)):
         return None
     named = {
         "GELUActivation": "gelu",
@@ -93,8 +93,9 @@ LINEAR = (nn.Linear, Int8Linear)  # the kinds a runtime knows
 LIBRARIES = ("torch", "timm", "transformers", "dwindle")
 
 
-def _of_a_library(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in LIBRARIES
+def of_a_library(kind: Any) -> bool:
+    """Whether a class or a function is none of the user's."""
+    return (kind.__module__ or "").partition(".")[0] in LIBRARIES
 
 
 def replaced(module: nn.Module) -> bool:
@@ -109,7 +110,7 @@ def as_written(block: nn.Module) -> bool:
     """
     for module in block.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(hook not in OURS for hook in hooks) or replaced(module) or not _of_a_library(type(module)):
+        if any(hook not in OURS for hook in hooks) or replaced(module) or not of_a_library(type(module)):
             return False
         weights = [weight for weight in module._parameters.values() if weight is not None]
         if any(type(weight) is not nn.Parameter for weight in weights):

@@ -115,7 +115,7 @@ class AdaptiveViT(nn.Module):
                 raise DwindleError(f"depths of shape {tuple(depths.shape)}: give one per image and token, {wanted}.")
             tokens.notes["forced"] = depths.to(images.device).reshape(tokens.x.shape[:-1])
         if operating_point is not None:
-            self.check_operating_point(operating_point, len(images))
+            self.check_operating_point(operating_point, images.shape[0])
             tokens.notes["operating_point"] = tokens.per_image(operating_point.to(images.device))
         trace = Trace(tokens.shape, shape.prefix, shape.grid((images.shape[-2], images.shape[-1])), shape.blocks)
 
@@ -137,12 +137,14 @@ class AdaptiveViT(nn.Module):
         """Of its head; 0: it has none."""
         return self.backbone.shape.classes
 
-    def prepare(self) -> PreparedViT:
+    def prepare(self, images: int | None = None, details: bool = False) -> PreparedViT:
         """A copy for weights that stay, which answers as this machine computes fastest: `fast = model.prepare()`.
 
-        What happens to this model afterwards does not reach it: prepare again after training.
+        What happens to this model afterwards does not reach it: prepare again after training. images: how many it will
+        answer in all, about; for few of them a CPU records no graph. details: answers shall have features and what the
+        method wrote into the trace, too.
         """
-        prepared: PreparedViT = family_of(self).prepare(self)
+        prepared: PreparedViT = family_of(self).prepare(self, images=images, details=details)
         return prepared
 
     def loss(

@@ -60,8 +60,8 @@ class Family:
         """Settings of `io.images.Preprocess` that a model wants its images by, where no checkpoint says."""
         return {}
 
-    def prepare(self, model: Any) -> Any:
-        """A copy for weights that stay, which answers as this machine computes fastest."""
+    def prepare(self, model: Any, **options: Any) -> Any:
+        """A copy for weights that stay, which answers as this machine computes fastest. options: the family's own."""
         raise DwindleError(f"There is no faster copy of {self.one} to prepare; call the model itself.")
 
     def push_to_hub(self, model: Any, repo: str, **options: Any) -> str:

@@ -99,11 +99,6 @@ class Tokens:
         """Attention of the live rows among those of the same image."""
         raise NotImplementedError
 
-    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        """A narrow layer of a method's own, on rows or on images."""
-        out: Tensor = layer(x)
-        return out
-
     def look(self, probe: Probe, q: Tensor, k: Tensor, scale: float | None = None) -> Probed:
         """What a probe asks of attention."""
         attention = self.class_attention(q.detach(), k.detach(), scale) if probe.attention else None

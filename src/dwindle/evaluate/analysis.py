@@ -75,7 +75,7 @@ def measure(model: AdaptiveViT, stream: Stream) -> Measured:
     """One pass of the adaptive model."""
     columns: dict[str, list[np.ndarray]] = {"best": [], "depth": [], "gmacs": [], "scores": []}
     stops, patches = np.zeros(model.backbone.shape.blocks, dtype=np.int64), np.zeros(())
-    fast = quickest(model.eval().to(stream.device))
+    fast = quickest(model.eval().to(stream.device), len(stream.images), details=True)
     for x in stream.batches(model, "measuring"):
         result = fast(x)
         trace = result.trace
@@ -110,7 +110,7 @@ def measure_static(model: AdaptiveViT, name: str, stream: Stream) -> Baseline:
     model.method = Static()
     model.method.bind(model.backbone.shape)
     try:
-        fast = quickest(model.eval().to(stream.device))
+        fast = quickest(model.eval().to(stream.device), len(stream.images))
         for x in stream.batches(model, "comparing with static"):
             result = fast(x)
             right.append(_numpy(result.logits.argmax(-1)))
@@ -138,7 +138,7 @@ def sweep(
     """Accuracy and cost at settings of the operating point, the one as trained first. The model is left as it was."""
     name, cheap, dear = operating_point
     trained = float(getattr(model.method, name))
-    fast: Any = quickest(model.eval().to(stream.device))
+    fast: Any = quickest(model.eval().to(stream.device), len(rows) * TURNED)
     few = torch.cat(list(stream.batches(model, "probing the operating point", rows[:PROBED_IMAGES])))
 
     def cost(value: float) -> float:

@@ -20,6 +20,7 @@ from ..io.sets import evaluation_images
 from ..methods.aht import AHT
 from ..ops.int8 import is_int8
 from ..ops.timing import milliseconds
+from ..runtime import onnx_graph
 from ..runtime.cuda.recording import captured
 from ..runtime.dtypes import DTYPES
 from ..runtime.int8 import quantize
@@ -74,9 +75,19 @@ def some_photos(model: AdaptiveViT, data: str, count: int) -> Tensor:
     return torch.stack([images[i][0] for i in range(len(images))])
 
 
+def variants_on(place: torch.device, dtype: str) -> tuple[str, ...]:
+    """The ways to run the static model that there are on this machine and take no minutes to prepare."""
+    if place.type == "cuda":
+        return "eager", "graph", "compile"
+    return ("eager",) if dtype != "fp32" or onnx_graph.missing() else ("eager", "onnxruntime")
+
+
 def static_calls(model: AdaptiveViT, images: Tensor, variants: Sequence[str]) -> dict[str, Callable[[], Any]]:
-    """The wrapped model without us: 'eager', 'graph' (as a CUDA graph), 'compile' (torch.compile, max-autotune)."""
-    vit = copy.deepcopy(model).unwrap()
+    """The wrapped model without us: 'eager', 'graph' (as a CUDA graph), 'onnxruntime' (on a CPU), 'compile'
+    (torch.compile, max-autotune).
+    """
+    with torch.inference_mode(False):  # what a recording reads must be plain tensors
+        vit = copy.deepcopy(model).unwrap().requires_grad_(False)
     calls: dict[str, Callable[[], Any]] = {"eager": partial(vit, images)}
     if "graph" in variants:
         graph = captured(partial(vit, images))
@@ -85,6 +96,8 @@ def static_calls(model: AdaptiveViT, images: Tensor, variants: Sequence[str]) ->
             graph.replay()
 
         calls["graph"] = replay
+    if "onnxruntime" in variants:
+        calls["onnxruntime"] = partial(onnx_graph.static(vit, images), images)
     if "compile" in variants:
         # Each size for itself: kernels for any batch would be slower, and the comparison easier than it is.
         calls["compile"] = partial(torch.compile(vit, mode="max-autotune", dynamic=False), images)
@@ -104,7 +117,7 @@ def bench(
 ) -> dict[str, Any]:
     """Forced depths replace only the outcome of decisions: the method's scores and the compaction run and are timed.
 
-    static: variants to time against, by default all of a GPU's, 'eager' on a CPU; the best is what counts.
+    static: variants to time against, by default those of `variants_on`; the best is what counts.
     photos: real images, for which the model decides by itself; `fractions` are left out.
     On a GPU images lie where the graphs read them, for static and adaptive; `handed_ms` is with copying them there.
     """
@@ -120,7 +133,7 @@ def bench(
     number = DTYPES.get(dtype, torch.float32)
     model = model.eval().to(place, number)
     shape = model.backbone.shape
-    variants = list(static or (("eager", "graph", "compile") if on_gpu else ("eager",)))
+    variants = list(static or variants_on(place, dtype))
     rows = []
     for batch in batches:
         if photos is None:
@@ -176,12 +189,12 @@ def _row(
     if fraction is None:
         trace = fast(images).trace
         row["fraction"] = round(float(trace.live.float().mean()), 4)
+    if len(plain) > 1 or place.type == "cuda":
+        row |= {"static_ms": {name: medians[name] for name in plain}, "best": best}
     if place.type == "cuda":
-        row["static_ms"] = {name: medians[name] for name in plain}
-        row |= {"best": best, "handed_ms": medians["handed"], "packed_eager_ms": medians["packed"]}
+        row |= {"handed_ms": medians["handed"], "packed_eager_ms": medians["packed"]}
         row |= {"peak_mib": round(peak / 2**20, 1)}
-        row["engine"] = fast.path(images)
-    return row
+    return row | {"engine": fast.path(images)}
 
 
 @torch.inference_mode()

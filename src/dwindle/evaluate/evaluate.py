@@ -16,7 +16,6 @@ from ..core.cost import bisected, budget_share
 from ..core.model import AdaptiveViT, Output
 from ..errors import DwindleError
 from ..runtime.dtypes import dtype_of
-from ..runtime.memory import kept_pages
 from ..runtime.prepared import Prepared, quickest
 
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -43,10 +42,10 @@ def evaluate(
     model.eval().to(place)
     # Sharded weights come together block by block, and only in the model itself.
     own = layout != "packed" or lockstep
-    call: Callable[..., Output] = partial(model, layout=layout) if own else quickest(model)
+    call: Callable[..., Output] = partial(model, layout=layout) if own else quickest(model, _count(batches))
     asked = call if ask is None else partial(ask, call)
     # Sharded weights are gathered into tensors that training goes on with, which inference mode would spoil.
-    with kept_pages(place.type == "cpu"), torch.no_grad() if lockstep else torch.inference_mode():
+    with torch.no_grad() if lockstep else torch.inference_mode():
         sums = _sums(model, _in_step(batches, model) if lockstep else batches, asked, place, progress)
     model.train(training)
     top1, top5, images, macs, depth, speed = map(sum, zip(*ranks.gathered(sums)))
@@ -61,6 +60,14 @@ def evaluate(
         "images": images,
         "images_per_s": round(speed, 1),
     }
+
+
+def _count(batches: Batches) -> int | None:
+    """How many images there are, where that is known beforehand."""
+    if isinstance(batches, list | tuple):
+        return sum(len(y) for _, y in batches)
+    data: Any = getattr(batches, "dataset", None)
+    return len(data) if hasattr(data, "__len__") else None
 
 
 def _sums(
@@ -116,7 +123,7 @@ def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch:
     goal = budget_share(budget, model.backbone.shape)
     method.tell_unready()
     training, method.held = model.training, True
-    fast: Any = quickest(model.eval())
+    fast: Any = quickest(model.eval(), len(images) * steps)
 
     def cost(value: float, tried: bool = True) -> float:
         points = None

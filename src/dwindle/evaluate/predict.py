@@ -32,7 +32,6 @@ from ..io.datasets import Images, Parquet, from_file, matched, open_data, relabe
 from ..io.folders import image_files
 from ..io.images import preprocess_of
 from ..runtime.dtypes import check_runs, converted, dtype_of
-from ..runtime.memory import kept_pages
 from ..runtime.prepared import quickest
 
 PART = 2048  # rows; what a kill can cost
@@ -75,11 +74,10 @@ def predict(
     task.begin(rank)
     missing = [k for k in range(rank, task.count, world) if not task.file(k).exists()]
     before = sum(len(task.rows(k)) for k in range(rank, task.count, world) if k not in set(missing))
-    with kept_pages(torch.device(device).type == "cpu"):
-        for k, columns, errors in _answers(model, images, labels, task, missing, batch, workers, device):
-            task.write(k, columns, errors)
-            if progress:
-                progress(k, len(task.rows(k)))
+    for k, columns, errors in _answers(model, images, labels, task, missing, batch, workers, device):
+        task.write(k, columns, errors)
+        if progress:
+            progress(k, len(task.rows(k)))
     if rank == 0:
         task.join()
     done = {"done_before": before}
@@ -281,7 +279,7 @@ def _answers(
     pieces = [list(task.rows(k)[i : i + batch]) for k in parts for i in range(0, len(task.rows(k)), batch)]
     loader = DataLoader(_Read(images), batch_sampler=pieces, num_workers=workers, collate_fn=_as_it_is)
     columns: dict[str, list] = {name: [] for name in _schema().names}
-    fast, names = quickest(model), class_names(model)
+    fast, names = quickest(model, sum(len(task.rows(k)) for k in parts)), class_names(model)
     errors: list[dict[str, Any]] = []
     for rows in loader:
         good = [(i, name, x) for i, name, x, _ in rows if x is not None]

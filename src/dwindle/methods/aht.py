@@ -74,10 +74,9 @@ class Planner(nn.Module):
         self.register_buffer("deviation", torch.ones(()))
 
     def forward(self, tokens: Tokens, x: Tensor) -> Tensor:
-        context = tokens.per_image(tokens.linear(self.context, tokens.image_mean(x)))
-        hidden = tokens.linear(self.token, x)
-        hidden = torch.relu(hidden + context) if torch.is_grad_enabled() else hidden.add_(context).relu_()
-        return wide(tokens.linear(self.out, hidden)[..., 0])
+        context = tokens.per_image(self.context(tokens.image_mean(x)))
+        hidden = torch.relu(self.token(x) + context)
+        return wide(self.out(hidden)[..., 0])
 
     def standing(self, tokens: Tokens, x: Tensor) -> Tensor:
         """A token's score among all tokens of all images, with mean 0 and deviation 1; the lowest stop first.

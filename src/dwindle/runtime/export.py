@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import glob
 import json
-import logging
 import os
-import re
 import shutil
 import statistics
-import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from functools import partial
 from importlib.resources import files
 from itertools import product
@@ -29,15 +25,12 @@ from ..errors import DwindleError, unknown
 from ..io.images import load_image, preprocess_of
 from ..ops.int8 import is_int8
 from ..ops.timing import milliseconds
+from .onnx_graph import OPSET, Call, check, check_installed, onnx_model, open_onnx, program, quiet
 from .padded import Padded, depth_of
 
 FORMS = {"onnx": ".onnx", "torch-export": ".pt2", "aoti": ".pt2"}
-TOLERANCE = 1e-4  # of logits, where the decisions are the same
-OPSET = 20
 MOVE = 4e6  # multiply-accumulates done in the time that moving rows takes a runtime
 EMBEDDED = 1 << 30  # bytes of weights up to which an ONNX file holds them itself; protobuf ends at 2 GiB
-
-Call = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Graph(nn.Module):
@@ -119,26 +112,6 @@ def check_images(model: AdaptiveViT) -> Tensor:
     return torch.randn(len(photos), shape.channels, *shape.image, generator=torch.Generator().manual_seed(0))
 
 
-@torch.inference_mode()
-def check(model: AdaptiveViT, call: Call, images: Tensor) -> dict[str, Any]:
-    """Of a batch and of each image alone. A token on the edge of a decision may fall the other way elsewhere."""
-    wanted = model(images, layout="packed")
-    batches = [images, *images.split(1)]
-    answers = [call(batch) for batch in batches]
-    logits = torch.cat([answer[0] for answer in answers])
-    depth = torch.cat([answer[1] for answer in answers])
-    same = depth == torch.cat([wanted.trace.depth] * 2)
-    gap = (logits - torch.cat([wanted.logits] * 2)).abs().amax(-1)[same.all(-1)]
-    difference = float(gap.max()) if len(gap) else float("nan")
-    agreed = same.float().mean().item()
-    if not difference <= TOLERANCE or agreed < 0.999:
-        raise DwindleError(
-            f"The exported graph differs from the model: logits by {difference:.2g} (up to {TOLERANCE} is rounding), "
-            f"{1 - agreed:.2%} of the tokens decided otherwise; this is a fault of the export, please report it."
-        )
-    return {"difference": difference, "decisions": agreed, "checked": f"batch {len(images)} and each image alone"}
-
-
 def _race(
     model: AdaptiveViT, adaptive: Path, photos: Tensor, write: Callable, open_: Callable, path: Path, seconds: float
 ) -> list[dict[str, Any]]:
@@ -189,21 +162,6 @@ def _about(model: AdaptiveViT) -> dict[str, str]:
     }
 
 
-def program(graph: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
-    """The graph for any number of images."""
-    with _quiet(), torch.no_grad():
-        try:
-            return torch.export.export(graph, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
-        except DwindleError:
-            raise
-        except Exception as error:
-            kind = type(graph.model.method).__name__ if isinstance(graph, Graph) else type(graph).__name__
-            raise DwindleError(
-                f"{kind} cannot be recorded as one graph ({type(error).__name__}: {str(error).splitlines()[0]}); "
-                "a method that shall be exported decides by tensors alone, without .item() or `if` on their values."
-            ) from error
-
-
 def _write_program(recorded: torch.export.ExportedProgram, path: Path, about: dict[str, str]) -> None:
     torch.export.save(recorded, path, extra_files=about)
 
@@ -215,7 +173,7 @@ def open_program(path: str | os.PathLike) -> Call:
 
 
 def _write_compiled(recorded: torch.export.ExportedProgram, path: Path, about: dict[str, str]) -> None:
-    with _quiet(), torch.no_grad():
+    with quiet(), torch.no_grad():
         torch._inductor.aoti_compile_and_package(
             recorded, package_path=str(path), inductor_configs={"aot_inductor.metadata": about}
         )
@@ -228,121 +186,22 @@ def open_compiled(path: str | os.PathLike) -> Call:
 
 
 def _write_onnx(recorded: torch.export.ExportedProgram, path: Path, about: dict[str, str]) -> None:
-    try:
-        with _quiet(), torch.no_grad():
-            made: Any = torch.onnx.export(
-                recorded,
-                input_names=["images"],
-                output_names=["logits", "depth"][: len(recorded.graph_signature.user_outputs)],
-                opset_version=OPSET,
-                dynamo=True,
-                verbose=False,
-                custom_translation_table={
-                    torch.ops.aten.scaled_dot_product_attention.default: _attention,
-                    torch.ops.aten.sort.stable: _stable_sort,
-                },
-            )
-    except torch.onnx.OnnxExporterError as error:
-        unknown_to_it = re.search(r"OpOverload\(op='([\w.]+)'", str(error))
-        raise DwindleError(
-            f"ONNX has no {unknown_to_it[1] if unknown_to_it else 'form of this graph'}, which the method uses; "
-            "export to torch-export or aoti."
-        ) from error
-    made.model.metadata_props.update(about)
-    size = sum(p.numel() * p.element_size() for p in recorded.parameters())
-    made.save(path, external_data=size > EMBEDDED)
-    # The exporter's optimiser transposes weights and leaves their old shapes behind, on which quantisers stumble.
     import onnx
+    import onnx_ir
 
+    made = onnx_model(recorded, ["images"], ["logits", "depth"])
+    made.metadata_props.update(about)
+    size = sum(p.numel() * p.element_size() for p in recorded.parameters())
+    onnx_ir.save(made, path, external_data=f"{path.name}.data" if size > EMBEDDED else None)
+    # The exporter transposes weights and leaves their old shapes behind, on which quantisers stumble.
     held = onnx.load(path, load_external_data=False)
     del held.graph.value_info[:]
     onnx.save(held, path)
 
 
-def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """In as few nodes as runtimes know to fuse; the exporter's own asks every tensor for its shape on the way."""
-    from onnxscript import opset20 as op
-
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = op.MatMul(op.Mul(query, op.Constant(value_float=scale)), op.Transpose(key, perm=[0, 1, 3, 2]))
-    if attn_mask is not None:
-        scores = op.Add(scores, attn_mask)
-    return op.MatMul(op.Softmax(scores, axis=-1), value)
-
-
-def _stable_sort(values: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """ONNX has no sort, but of equals its TopK takes the first first, as a stable sort does."""
-    from onnxscript import opset20 as op
-
-    count = op.Shape(values, start=dim, end=(dim + 1) or None)
-    return op.TopK(values, count, axis=dim, largest=int(descending), sorted=1)
-
-
-def open_onnx(path: str | os.PathLike, threads: int | None = None) -> Call:
-    """What an ONNX file computes, in onnxruntime, on as many threads as torch uses."""
-    _needs("onnxruntime")
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or torch.get_num_threads()
-    # A masked key's share of attention is a number too small for the CPU's fast path, unless it may be 0.
-    options.add_session_config_entry("session.set_denormal_as_zero", "1")
-    with _flushing():
-        session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
-
-    def call(images: Tensor) -> Any:
-        with _flushing():
-            return tuple(torch.from_numpy(value) for value in session.run(None, {"images": images.numpy()}))
-
-    return call
-
-
-@contextmanager
-def _flushing() -> Iterator[None]:
-    """Numbers too small are 0 within, and after it as before: opening a session leaves the caller's thread so."""
-    before = bool(torch.full((), 1e-39) * 0.5 == 0)
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(before)
-
-
 def _check_tools(to: str) -> None:
     """Said before anything is recorded, which takes a while."""
     if to == "onnx":
-        _needs("onnx", "onnxscript", "onnxruntime")
+        check_installed()
     if to == "aoti" and not (shutil.which("g++") or shutil.which("clang++") or "CXX" in os.environ):
         raise DwindleError("AOTInductor needs a C++ compiler, and there is none here; install g++, or export to onnx.")
-
-
-def _needs(*packages: str) -> None:
-    from importlib.util import find_spec
-
-    if missing := [name for name in packages if find_spec(name) is None]:
-        raise DwindleError(f"ONNX needs the package {missing[0]}, which is not installed: pip install 'dwindle[onnx]'.")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The exporters' notes are for their own developers."""
-    loud = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
-    before = [logger.level for logger in loud]
-    for logger in loud:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loud, before):
-            logger.setLevel(level)

@@ -1,15 +1,14 @@
 """`model.prepare()`: a model for weights that stay, in the form in which this machine computes it fastest.
 
-What is fast needs weights laid out anew: packed for a CPU's library, folded into kernels and recorded as a graph on a
-GPU. Whether the weights behind such copies were written to cannot be found out for certain, so nobody tries: a
-`Prepared` holds a copy of the model which nothing else reaches, as an exported file would.
+What is fast needs a recording: a graph in onnxruntime on a CPU, CUDA graphs over folded weights on a GPU. Whether the
+weights behind it were written to cannot be found out for certain, so nobody tries: a `Prepared` holds a copy of the
+model which nothing else reaches, as an exported file would.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +16,7 @@ from torch import Tensor, nn
 
 from ..core.backbone import replaced
 from ..errors import DwindleError
-from ..ops.linear import Packs
-from .cpu import CpuPacked, takes, watched_everywhere
+from .cpu import CpuGraphs, watched_everywhere
 from .cuda.graph import Engine
 
 if TYPE_CHECKING:
@@ -35,7 +33,6 @@ class Prepared:
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = frozen(model)
-        self._packs = Packs()
         self._place = next(self._model.parameters()).device
 
     def eval(self) -> Prepared:
@@ -64,13 +61,20 @@ class Prepared:
 
 
 class PreparedViT(Prepared):
-    """Of an `AdaptiveViT`: packed, on a CPU over weights packed once, on a GPU as CUDA graphs."""
+    """Of an `AdaptiveViT`: as a graph in onnxruntime on a CPU, as CUDA graphs on a GPU, packed where neither can be."""
 
-    def __init__(self, model: AdaptiveViT) -> None:
+    def __init__(self, model: AdaptiveViT, images: int | None = None, details: bool = False) -> None:
+        """images: how many it will answer in all, about; for few a CPU records no graph. None: many.
+        details: answers have features and all values of the trace, which takes a CPU's graph a little longer.
+        """
         super().__init__(model)
-        copied: AdaptiveViT = self._model
-        self._apart = {block: copied.backbone.parts(block) for block in copied.backbone.blocks}
-        self._engine = Engine(copied) if self._place.type == "cuda" else None
+        self._options = (images, details)
+        on_cpu, on_gpu = self._place.type == "cpu", self._place.type == "cuda"
+        self._graphs = CpuGraphs(self._model, images, details) if on_cpu else None
+        self._engine = Engine(self._model) if on_gpu else None
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self._model, *self._options)
 
     @property
     def method(self) -> Method:
@@ -87,11 +91,9 @@ class PreparedViT(Prepared):
             model.method.tell_unready()
         if self._engine is not None and not watched_everywhere():
             return self._engine(images, depths, operating_point)
-        if not takes(images):
+        out = None if self._graphs is None else self._graphs(images, depths, operating_point)
+        if out is None:
             return model(images, "packed", depths, operating_point)
-        out = model.run(
-            images, partial(CpuPacked.begin, block_parts=self._apart, packs=self._packs), depths, operating_point
-        )
         model.check_logits(out.logits, images)
         return out
 
@@ -106,14 +108,16 @@ class PreparedViT(Prepared):
         )
 
     def path(self, images: Tensor) -> str:
-        """What runs a batch like this one: 'graph' or 'packed' on a GPU, 'lean' on a CPU."""
-        return "cpu" if self._engine is None else self._engine.path(images)
+        """What runs a batch like this one: 'graph' or 'packed'."""
+        if self._engine is not None:
+            return self._engine.path(images)
+        return "packed" if self._graphs is None or self._graphs.graph(images) is None else "graph"
 
 
-def quickest(model: Any) -> Callable[..., Output]:
+def quickest(model: Any, images: int | None = None, details: bool = False) -> Callable[..., Output]:
     """The model prepared; itself where no copy can be made of it."""
     try:
-        return model.prepare()
+        return model.prepare(images, details)
     except DwindleError:
         return model
 

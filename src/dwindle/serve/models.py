@@ -127,14 +127,7 @@ class Served:
                 )
                 for _ in range(ROUNDS)
             ]
-        trace = out.trace
-        plan = None
-        if trace.plans:
-            latest = torch.full(trace.shape, torch.nan, device=self.device)
-            for stage in sorted(trace.plans):
-                latest = torch.where(trace.plans[stage].isnan(), latest, trace.plans[stage])
-            patches = latest[0, trace.prefix :].unflatten(0, trace.grid)
-            plan = [[None if value != value else round(value, 2) for value in row] for row in patches.tolist()]
+        trace, plan = out.trace, self._plan(image, operating_point)
         return self.answers(out, top)[0] | {
             "blocks": trace.blocks,
             "tokens": trace.shape[1],
@@ -144,6 +137,22 @@ class Served:
             "ms": round(min(adaptive for adaptive, _ in rounds), 2),
             "static_ms": round(min(static for _, static in rounds), 2),
         }
+
+    @torch.inference_mode()
+    def _plan(self, image: Tensor, operating_point: float | None) -> list[list[float | None]] | None:
+        """The latest depth that was planned for each patch, by a method that plans. Asked of the model itself: a graph
+        on a CPU gives no more than depths."""
+        points = None
+        if self.model.method.per_image_point and operating_point is not None:
+            points = torch.tensor([operating_point], device=self.device)
+        trace = self.model(image, "packed", operating_point=points).trace
+        if not trace.plans:
+            return None
+        latest = torch.full(trace.shape, torch.nan, device=self.device)
+        for stage in sorted(trace.plans):
+            latest = torch.where(trace.plans[stage].isnan(), latest, trace.plans[stage])
+        patches = latest[0, trace.prefix :].unflatten(0, trace.grid)
+        return [[None if value != value else round(value, 2) for value in row] for row in patches.tolist()]
 
     def warm(self, most: int) -> None:
         """On a GPU: record batches of 1, 2, 4... images. What comes between runs in the next larger recording."""

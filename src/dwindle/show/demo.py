@@ -64,7 +64,7 @@ def demo(out: Path, device: str = "cpu") -> dict[str, Any]:
     photos = sorted(Path(str(files("dwindle"))).joinpath("assets", "photos").glob("*.jpg"))
     result = look(model, photos, out, device)
     batch = _batch(model, [load_image(photo) for photo in photos]).to(device)
-    fast = model.prepare()
+    fast = model.prepare(images=len(photos))
     static, adaptive = milliseconds([lambda: model.vit(batch), lambda: fast(batch)], 6.0, batch.device)
     return {
         "model": DEMO,

@@ -20,7 +20,6 @@ from ..errors import DwindleError
 from ..io.card import write_card
 from ..io.checkpoint import save
 from ..io.draws import mix
-from ..runtime.memory import kept_pages
 from ..tasks.base import Source, task_named
 from .recipe import Training
 from .state import Claim, random_state, read_state, restore_random, write_metrics, write_state
@@ -123,8 +122,7 @@ class Run:
         task, saved = self.task, time.monotonic()
         while self.step < task.steps:
             since = self.step
-            with kept_pages(self.device.type == "cpu"):
-                numbers = self._train_epoch(tick)
+            numbers = self._train_epoch(tick)
             self.epoch += 1
             last = self.step == task.steps
             if last:

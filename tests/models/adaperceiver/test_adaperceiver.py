@@ -102,39 +102,6 @@ def test_training_pass_is_what_runs(outputs, readouts):
         torch.testing.assert_close(answers.depths[depth - 1], alone)
 
 
-@pytest.mark.parametrize("outputs", ["class", "dense"])
-@pytest.mark.parametrize("mask", ["blocks", "open"])
-def test_packed_weights_answer_as_modules_do(outputs, mask, monkeypatch):
-    """On a CPU, at every width; a layer that somebody watches runs as it is."""
-    monkeypatch.setattr("dwindle.ops.linear.WORTH", 0)
-    model, x = tiny(torch.float32, outputs=outputs, mask=mask), images(5, torch.float32)
-    called = []
-    hook = model.blocks[0].ffn.fc1.register_forward_hook(lambda *_: called.append(1))
-
-    def same() -> None:
-        for setting in [
-            (16, 4, 32),
-            (8, 3, 24),
-            (6, 2, 16),
-            ([4, 16, 4, 8, 16], [1, 4, 2, 3, 4], [16, 32, 24, 24, 32]),
-        ]:
-            ours, theirs = fast(x, *setting), model.run(x, *setting)
-            torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-5, rtol=1e-4)
-            torch.testing.assert_close(ours.features, theirs.features, atol=1e-4, rtol=1e-4)
-            assert torch.equal(model.macs(ours.trace), model.macs(theirs.trace))
-        torch.testing.assert_close(fast.every(x, 24)[2, 1], model.run(x, 8, 3, 24).logits, atol=1e-5, rtol=1e-4)
-
-    fast = model.prepare()
-    with torch.no_grad():
-        same()
-        assert called  # in the copy as well
-        hook.remove()
-        fast = model.prepare()
-        called.clear()
-        same()
-        assert not called
-
-
 def test_an_open_mask_lets_all_see_each_other():
     """Of t latents, as in a network of t only; with one granularity there is nothing to open."""
     model, x = tiny(mask="open"), images()
@@ -339,17 +306,6 @@ def test_a_checkpoint_with_settings_of_another_version(tmp_path):
     edit(tmp_path / "ada", lambda config: config["backbone"]["options"].update(mask="shut"))
     with pytest.raises(dwindle.DwindleError, match=r"config.json has settings .*Unknown mask 'shut'.*; "):
         dwindle.load(tmp_path / "ada")
-
-
-def test_compiled_blocks_meet_no_packed_weights(monkeypatch):
-    """As training with compile=true evaluates on a CPU."""
-    monkeypatch.setattr("dwindle.ops.linear.WORTH", 0)
-    model, x = tiny(torch.float32), images(5, torch.float32)
-    with torch.no_grad():
-        plain = model.run(x).logits
-        for block in model.blocks:
-            block.compile(dynamic=False)
-        torch.testing.assert_close(model.prepare()(x).logits, plain, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("mask", ["blocks", "open"])

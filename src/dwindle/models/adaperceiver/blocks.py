@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...ops import half
-from ...ops.linear import plain
 
 Turn = tuple[Tensor, Tensor]  # cosines and sines (N, K / 2)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Product = Callable[..., Tensor]  # (layer, x, corner) to what the layer makes of x; see ops/linear.py
 Table = tuple[Tensor, Tensor] | None
 ANY_BATCH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
@@ -113,16 +111,21 @@ def suited(steps: int, device: torch.device) -> str:
     return "mask" if device.type == "cuda" and steps > 1 else "steps"
 
 
+def corner_of(layer: nn.Linear, x: Tensor, outputs: int, inputs: int) -> Tensor:
+    """As if the layer had only its first outputs and inputs."""
+    return F.linear(x, layer.weight[:outputs, :inputs], None if layer.bias is None else layer.bias[:outputs])
+
+
 class SelfAttention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
-    def forward(self, x: Tensor, turn: Turn, attend: Attend, linear: Product = plain) -> Tensor:
-        q, k, v = linear(self.qkv, x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, K) each
+    def forward(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, K) each
         out = attend(turned(q, turn), turned(k, turn), v)
-        return linear(self.proj, out.transpose(1, 2).flatten(2))
+        return self.proj(out.transpose(1, 2).flatten(2))
 
 
 class MatFFN(nn.Module):
@@ -132,15 +135,13 @@ class MatFFN(nn.Module):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
-    def forward(
-        self, x: Tensor, hidden: int | None = None, kept: Tensor | None = None, linear: Product = plain
-    ) -> Tensor:
+    def forward(self, x: Tensor, hidden: int | None = None, kept: Tensor | None = None) -> Tensor:
         """kept: (B, 1, hidden) of 0 and 1, for training. GELU(0) = 0, so masking after it is masking before it."""
         if hidden is None or hidden == self.fc1.out_features:
-            x = F.gelu(linear(self.fc1, x))
-            return linear(self.fc2, x if kept is None else x * kept.to(x.dtype))
+            x = F.gelu(self.fc1(x))
+            return self.fc2(x if kept is None else x * kept.to(x.dtype))
         width = x.shape[-1]
-        return linear(self.fc2, F.gelu(linear(self.fc1, x, (hidden, width))), (width, hidden))
+        return corner_of(self.fc2, F.gelu(corner_of(self.fc1, x, hidden, width)), width, hidden)
 
 
 class Block(nn.Module):
@@ -160,10 +161,9 @@ class Block(nn.Module):
         attend: Attend,
         hidden: int | None = None,
         kept: Tensor | None = None,
-        linear: Product = plain,
     ) -> Tensor:
-        z = z + self.scale1 * self.attn(self.norm1(z), turn, attend, linear)
-        return z + self.scale2 * self.ffn(self.norm2(z), hidden, kept, linear)
+        z = z + self.scale1 * self.attn(self.norm1(z), turn, attend)
+        return z + self.scale2 * self.ffn(self.norm2(z), hidden, kept)
 
 
 class CrossAttention(nn.Module):
@@ -175,8 +175,8 @@ class CrossAttention(nn.Module):
         self.norm_sink, self.norm_source = nn.LayerNorm(width), nn.LayerNorm(width)
         self.q, self.kv, self.proj = nn.Linear(width, width), nn.Linear(width, 2 * width), nn.Linear(width, width)
 
-    def queries(self, sink: Tensor, linear: Product = plain) -> Tensor:
-        return linear(self.q, self.norm_sink(sink)).unflatten(-1, (self.heads, -1)).transpose(-2, -3)  # (..., H, M, K)
+    def queries(self, sink: Tensor) -> Tensor:
+        return self.q(self.norm_sink(sink)).unflatten(-1, (self.heads, -1)).transpose(-2, -3)  # (..., H, M, K)
 
     def forward(
         self,
@@ -184,23 +184,22 @@ class CrossAttention(nn.Module):
         source: Tensor,
         turn: Turn | None = None,
         keep: Tensor | None = None,
-        linear: Product = plain,
     ) -> Tensor:
         """q (B, H, M, K) to (B, M, D). keep: (M, S) bool, the sources each sink may read."""
-        k, v = linear(self.kv, self.norm_source(source)).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        k, v = self.kv(self.norm_source(source)).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         k = k if turn is None else turned(k, turn)
         out = F.scaled_dot_product_attention(q.to(k.dtype), k, v, attn_mask=keep)
-        return linear(self.proj, out.transpose(1, 2).flatten(2))
+        return self.proj(out.transpose(1, 2).flatten(2))
 
 
 class Read(CrossAttention):
     """Eq. 9. The N queries are one learned latent at N positions: the same for every image."""
 
-    def latents(self, z: Tensor, patches: Tensor, turn: Turn, linear: Product = plain) -> Tensor:
+    def latents(self, z: Tensor, patches: Tensor, turn: Turn) -> Tensor:
         """z (1, D) broadcast to N latents that have read the input (B, P, D)."""
         tokens, images = len(turn[0]), len(patches)
         q = turned(self.queries(z).expand(-1, tokens, -1), turn)  # (H, N, K)
-        return z + self(q.expand(images, -1, -1, -1), patches, linear=linear)
+        return z + self(q.expand(images, -1, -1, -1), patches)
 
 
 class Write(CrossAttention):
@@ -262,24 +261,22 @@ class ReadOut(nn.Module):
         turn: Turn,
         table: Table,
         keep: Tensor | None = None,
-        linear: Product = plain,
     ) -> tuple[Tensor, Tensor]:
         """Answers (B, classes), dense (B, M, classes), and output tokens (B, M, D).
 
-        keep: (G, N) bool, G choices of latents to read from; then there are G of both, (G, B, ...). linear: for dense
-        answers; a learned output token is one row an image.
+        keep: (G, N) bool, G choices of latents to read from; then there are G of both, (G, B, ...).
         """
         if table is not None:
             out = self.output + self.write.folded(z, table, keep)  # (B, M, D), or (B, G, D)
             out = out if keep is None else out.transpose(0, 1)[:, :, None]
             return self.head(out).squeeze(-2), out
-        start = linear(self.output_proj, patches)
-        q = self.write.queries(start, linear)
+        start = self.output_proj(patches)
+        q = self.write.queries(start)
         if keep is None:
-            out = start + self.write(q, z, turn, linear=linear)
+            out = start + self.write(q, z, turn)
         else:
             rows = [row.expand(q.shape[-2], -1) for row in keep]
-            out = torch.stack([start + self.write(q, z, turn, row, linear) for row in rows])
+            out = torch.stack([start + self.write(q, z, turn, row) for row in rows])
         return self.head(out), out
 
 

@@ -53,8 +53,8 @@ class AdaPerceivers(Family):
     def preprocess(self, model: AdaPerceiver) -> dict[str, Any]:
         return {"size": model.image}
 
-    def prepare(self, model: AdaPerceiver) -> PreparedPerceiver:
-        return PreparedPerceiver(model)
+    def prepare(self, model: AdaPerceiver, **options: Any) -> PreparedPerceiver:
+        return PreparedPerceiver(model, **options)
 
     def untrained(self) -> list[str]:
         return [PRESET + name for name in PRESETS]

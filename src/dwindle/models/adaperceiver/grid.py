@@ -19,7 +19,6 @@ from torch import Tensor
 from ...core.trace import Trace
 from ...ops.timing import milliseconds
 from ...runtime.cuda.keep import GRAPHS
-from ...runtime.memory import kept_pages
 from .cost import setting_macs
 from .model import AdaPerceiver
 from .prepared import PreparedPerceiver
@@ -52,18 +51,17 @@ def grid(
     place, training = torch.device(device), model.training
     fast = model.eval().to(place).prepare()
     right, sure = [], []
-    with kept_pages(place.type == "cpu"):
-        for x, y in batches:
-            x, y = x.to(place), y.to(place)
-            with torch.autocast(place.type, torch.bfloat16, enabled=amp and place.type == "cuda"):
-                patches = fast.embed(x)
-                # (W, L, G, B, classes)
-                logits = torch.stack([fast.every(x, width, patches=patches) for width in widths or model.widths])
-            best = logits.float().softmax(-1).max(-1)
-            right.append((best.indices == y).cpu())
-            sure.append(best.values.cpu())
-            if progress:
-                progress(len(y))
+    for x, y in batches:
+        x, y = x.to(place), y.to(place)
+        with torch.autocast(place.type, torch.bfloat16, enabled=amp and place.type == "cuda"):
+            patches = fast.embed(x)
+            # (W, L, G, B, classes)
+            logits = torch.stack([fast.every(x, width, patches=patches) for width in widths or model.widths])
+        best = logits.float().softmax(-1).max(-1)
+        right.append((best.indices == y).cpu())
+        sure.append(best.values.cpu())
+        if progress:
+            progress(len(y))
     model.train(training)
     return Grid(torch.cat(right, -1), torch.cat(sure, -1))
 

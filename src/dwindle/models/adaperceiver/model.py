@@ -17,7 +17,7 @@ from ...core.model import Output, check_finite
 from ...core.registry import family_of
 from ...core.trace import Trace
 from ...errors import DwindleError, unknown
-from .blocks import Product, any_batch, numbers, plain
+from .blocks import any_batch, numbers
 from .cost import setting_macs, trace_macs
 from .network import Network
 from .settings import Choice, Exits, check, settings, trace_of
@@ -115,9 +115,8 @@ class AdaPerceiver(Network):
         exit: float | None = None,
         exits: Exits = None,
         patches: Tensor | None = None,
-        linear: Product = plain,
     ) -> Output:
-        """`forward`, eager; where `linear` is not given, layers are called as modules. Images are grouped by tokens and
+        """`forward`, eager. Images are grouped by tokens and
         width, which are sliced; in a group those that are done leave. So no image's result depends on another's.
         """
         check(self, images, exit, exits)
@@ -127,7 +126,7 @@ class AdaPerceiver(Network):
         groups: dict[tuple[int, int], list[int]] = {}
         for i, setting in enumerate(zip(t_B, w_B)):
             groups.setdefault(setting, []).append(i)
-        patches = self._patches(images, patches, linear)
+        patches = self._patches(images, patches)
         left: list[int] = []  # images in the order in which they leave
         logits: list[Tensor] = []
         features: list[Tensor] = []
@@ -137,7 +136,7 @@ class AdaPerceiver(Network):
             for (t, w), rows in sorted(groups.items()):
                 mine = patches if len(rows) == count else patches.index_select(0, on(images.device, rows))
                 for depth_done, some, answer, feature in self._group(
-                    mine, rows, d_B, t, w, exit or 1.0, exit_depths, reads, linear
+                    mine, rows, d_B, t, w, exit or 1.0, exit_depths, reads
                 ):
                     left += some
                     logits.append(answer)
@@ -160,7 +159,6 @@ class AdaPerceiver(Network):
         exit: float,
         exit_depths: frozenset[int],
         reads: Tensor,
-        linear: Product,
     ) -> Iterator[tuple[int, list[int], Tensor, Tensor]]:
         """Run images of one token count and width; yields (depth, images, answers, output tokens) as they leave.
 
@@ -169,15 +167,15 @@ class AdaPerceiver(Network):
         depth.
         """
         turn, attend = self._prepare(t, patches)
-        answers = self._answering(turn, linear)
-        z = self.read.latents(self.latent, patches, turn, linear)  # (B, N, D)
+        answers = self._answering(turn)
+        z = self.read.latents(self.latent, patches, turn)  # (B, N, D)
 
         def read_out(at: int, who: Tensor | None, rows: list[int]) -> tuple[Tensor, Tensor]:
             reads[at - 1, rows] = True
             return answers(at, picked(z, who), self._asking(patches, who))
 
         for at, block in enumerate(self.blocks, 1):
-            z = block(z, turn, attend, self.hidden(w), linear=linear)
+            z = block(z, turn, attend, self.hidden(w))
             due = [d_B[i] <= at for i in rows]
             asks = at in exit_depths
             if not (asks or any(due)):
@@ -203,10 +201,10 @@ class AdaPerceiver(Network):
             rows = [rows[n] for n in stay]
             z, patches = picked(z, staying), self._asking(patches, staying)
 
-    def _patches(self, images: Tensor, given: Tensor | None, linear: Product) -> Tensor:
+    def _patches(self, images: Tensor, given: Tensor | None) -> Tensor:
         """The images' input tokens, where they were not given."""
         if given is None:
-            return self.embed(images, linear)
+            return self.embed(images)
         wanted = (len(images), self.patches((images.shape[-2], images.shape[-1])), self.width)
         if given.shape != wanted:
             raise DwindleError(
@@ -258,7 +256,6 @@ class AdaPerceiver(Network):
         width: int | None = None,
         depths: Sequence[int] | None = None,
         patches: Tensor | None = None,
-        linear: Product = plain,
     ) -> Tensor:
         """(L, G, B, classes): the answer at each depth, or at those asked for, and trained granularity; with the mask
         of C.4 out of one run. patches: as for `forward`.
@@ -267,21 +264,19 @@ class AdaPerceiver(Network):
         if not wanted:
             raise DwindleError("depths is empty; name at least one, or leave it out for all.")
         _, _, (w, *_) = settings(self, None, wanted, width, len(wanted))
-        patches = self._patches(images, patches, linear)
+        patches = self._patches(images, patches)
         runs = [self.tokens] if self.mask == "blocks" else [(t,) for t in self.tokens]
-        return torch.cat([self._nested(patches, nested, w, wanted, linear) for nested in runs], 1)
+        return torch.cat([self._nested(patches, nested, w, wanted) for nested in runs], 1)
 
-    def _nested(
-        self, patches: Tensor, tokens: Sequence[int], width: int, depths: Sequence[int], linear: Product
-    ) -> Tensor:
+    def _nested(self, patches: Tensor, tokens: Sequence[int], width: int, depths: Sequence[int]) -> Tensor:
         """(L, G, B, classes) of a run of the most of these tokens, in which the fewer are what they are alone."""
         turn, attend = self._prepare(tokens[-1], patches)
         at = torch.arange(tokens[-1], device=patches.device)
         grains = at < numbers(tuple(tokens), patches.device)[:, None]
-        z = self.read.latents(self.latent, patches, turn, linear)
-        answers, found = self._answering(turn, linear), {}
+        z = self.read.latents(self.latent, patches, turn)
+        answers, found = self._answering(turn), {}
         for depth, block in enumerate(self.blocks[: max(depths)], 1):
-            z = block(z, turn, attend, self.hidden(width), linear=linear)
+            z = block(z, turn, attend, self.hidden(width))
             if depth in depths:
                 found[depth] = answers(depth, z, patches, grains)[0]
         return torch.stack([found[depth] for depth in depths])

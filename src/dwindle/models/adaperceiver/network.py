@@ -15,14 +15,12 @@ from torch import Tensor, nn
 
 from ...core.tokens import wide
 from ...errors import DwindleError, unknown
-from ...ops.linear import Packs, plain
 from ...ops.patches import embed_patches
 from ...settings import Above0, Classes, Count, Depth, Size, Within, checked
 from .blocks import (
     Attend,
     Block,
     MatFFN,
-    Product,
     Read,
     ReadOut,
     Turn,
@@ -140,7 +138,7 @@ class Network(nn.Module):
     def grid(self, image: tuple[int, int]) -> tuple[int, int]:
         return image[0] // self.patch, image[1] // self.patch
 
-    def embed(self, images: Tensor, linear: Product = plain) -> Tensor:
+    def embed(self, images: Tensor) -> Tensor:
         """(B, P, D) input tokens (C.5). Another image size resamples the positions."""
         x = embed_patches(images, self.patch_embed.weight, self.patch_embed.bias)
         side = self.image // self.patch
@@ -150,7 +148,7 @@ class Network(nn.Module):
             # Wide, as torch resamples no bf16 on a CPU.
             square = F.interpolate(wide(square), size=x.shape[-2:], mode="bicubic", antialias=True)
             position = square.flatten(2).mT.to(position.dtype)
-        return self.embed_ffn(self.embed_norm(x.flatten(2).mT + position), linear=linear)
+        return self.embed_ffn(self.embed_norm(x.flatten(2).mT + position))
 
     def ends(self, tokens: int) -> tuple[int, ...]:
         """Where the steps of the mask end for this many latents."""
@@ -176,18 +174,15 @@ class Network(nn.Module):
         self._drawn.keywords["mask"].copy_(drawn_mask(drawn, self.tokens))
         return self._drawn
 
-    def _answering(self, turn: Turn, linear: Product = plain) -> Callable[..., tuple[Tensor, Tensor]]:
+    def _answering(self, turn: Turn) -> Callable[..., tuple[Tensor, Tensor]]:
         """`answers(depth, z, patches, keep)`: what the depth's `ReadOut` gives, its table made once for all calls."""
         tables: dict[ReadOut, Any] = {}
-        kept = linear if isinstance(linear, Packs) and self.outputs == "class" else None
 
         def answers(depth: int, z: Tensor, patches: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
             readout = self.readout(depth)
             if readout not in tables:
-                key = (turn[0].shape, turn[0].dtype)
-                make = partial(readout.table, turn)
-                tables[readout] = make() if kept is None else kept.once(readout, key, make)
-            return readout(z, patches, turn, tables[readout], keep, linear)
+                tables[readout] = readout.table(turn)
+            return readout(z, patches, turn, tables[readout], keep)
 
         return answers
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from ...errors import DwindleError
 from ...files import write_weights
 from ...io.checkpoint import fill, read_weights
-from ...runtime.memory import kept_pages
 from .cost import setting_macs
 from .grid import Batches, Grid, grid
 from .grid import rows as settings
@@ -231,19 +230,18 @@ def train_policies(
     learners = [_Learner(model, choices, price, place, lr, decay, entropy, seed) for price, choices in wanted]
     depths = sorted({depth for _, choices in wanted for _, depth in choices})
     for batches in epochs:
-        with kept_pages(place.type == "cpu"):
-            for x, y in batches:
-                x, y = x.to(place), y.to(place)
-                with torch.no_grad(), torch.autocast(place.type, torch.bfloat16, enabled=place.type == "cuda"):
-                    patches = fast.embed(x)
-                    said = fast.every(x, depths=depths, patches=patches)  # (L, G, B, classes)
-                answers = said.flatten(0, 2).float()
-                loss = F.cross_entropy(answers, y.repeat(len(answers) // len(y)), reduction="none").view(said.shape[:3])
-                for learner in learners:
-                    asked = [loss[depths.index(d), model.tokens.index(t)] for t, d in learner.policy.choices]
-                    learner.step(patches.float(), torch.stack(asked))
-                if progress:
-                    progress(len(y))
+        for x, y in batches:
+            x, y = x.to(place), y.to(place)
+            with torch.no_grad(), torch.autocast(place.type, torch.bfloat16, enabled=place.type == "cuda"):
+                patches = fast.embed(x)
+                said = fast.every(x, depths=depths, patches=patches)  # (L, G, B, classes)
+            answers = said.flatten(0, 2).float()
+            loss = F.cross_entropy(answers, y.repeat(len(answers) // len(y)), reduction="none").view(said.shape[:3])
+            for learner in learners:
+                asked = [loss[depths.index(d), model.tokens.index(t)] for t, d in learner.policy.choices]
+                learner.step(patches.float(), torch.stack(asked))
+            if progress:
+                progress(len(y))
     return [learner.policy.eval() for learner in learners]
 
 

@@ -1,4 +1,4 @@
-"""An AdaPerceiver for weights that stay: on a CPU over weights packed once, on a GPU as CUDA graphs."""
+"""An AdaPerceiver for weights that stay: on a GPU as CUDA graphs, on a CPU as it is."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from ...core.model import Output, check_finite
-from ...ops.linear import plain
-from ...runtime.cpu import takes
 from ...runtime.prepared import Prepared
-from .blocks import Product
 from .recorded import Recorder, records
 from .settings import Choice, Exits, check, settings
 
@@ -23,8 +20,11 @@ if TYPE_CHECKING:
 class PreparedPerceiver(Prepared):
     """Its arguments are those of `AdaPerceiver`."""
 
-    def __init__(self, network: AdaPerceiver, recordings: int | None = None) -> None:
-        """recordings: CUDA graphs kept at once."""
+    def __init__(
+        self, network: AdaPerceiver, images: int | None = None, details: bool = False, recordings: int | None = None
+    ) -> None:
+        """recordings: CUDA graphs kept at once. images, details: as `AdaptiveViT.prepare` takes them; nothing depends
+        on them here."""
         super().__init__(network)
         self._network: AdaPerceiver = self._model
         self._recorder = Recorder(self._network)
@@ -49,7 +49,7 @@ class PreparedPerceiver(Prepared):
             if exit is not None or exits is not None:  # a recording knows its images' shape, not their threshold
                 check(network, images, exit, exits)
             return self._recorder(images, t, d, w, exit, exits)
-        out = network.run(images, tokens, depth, width, exit, exits, patches, self._linear(images))
+        out = network.run(images, tokens, depth, width, exit, exits, patches)
         if network.checks and not (images.is_cuda or torch.compiler.is_compiling()):
             check_finite(out.logits, images, self._model)
         return out
@@ -57,7 +57,7 @@ class PreparedPerceiver(Prepared):
     @torch.no_grad()
     def embed(self, images: Tensor) -> Tensor:
         self._check_place(images)
-        return self._network.embed(images, self._linear(images))
+        return self._network.embed(images)
 
     def every(
         self,
@@ -67,7 +67,4 @@ class PreparedPerceiver(Prepared):
         patches: Tensor | None = None,
     ) -> Tensor:
         self._check_place(images)
-        return self._network.every(images, width, depths, patches, self._linear(images))
-
-    def _linear(self, like: Tensor) -> Product:
-        return self._packs if takes(like) else plain
+        return self._network.every(images, width, depths, patches)

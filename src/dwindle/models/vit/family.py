@@ -63,8 +63,8 @@ class VisionTransformers(Family):
     def preprocess(self, model: AdaptiveViT) -> dict[str, Any]:
         return Preprocess.of(model.vit).to_dict()
 
-    def prepare(self, model: AdaptiveViT) -> PreparedViT:
-        return PreparedViT(model)
+    def prepare(self, model: AdaptiveViT, **options: Any) -> PreparedViT:
+        return PreparedViT(model, **options)
 
     def push_to_hub(self, model: AdaptiveViT, repo: str, **options: Any) -> str:
         return push_to_hub(model, repo, **options)
