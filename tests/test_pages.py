@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -26,6 +27,7 @@ from dwindle.core.backbone import Backbone
 from dwindle.core.registry import Family
 from dwindle.methods import Method
 from dwindle.recipes import find_comparison, find_recipe
+from dwindle.tasks import Task
 from dwindle.train.recipe import changed
 
 ROOT = Path(__file__).parents[1]
@@ -102,6 +104,7 @@ def small_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dic
     for registered in [name for name, kind in Method.registry.items() if kind.__module__ == PAGE]:
         del Method.registry[registered]
     Backbone.families[:] = [family for family in Backbone.families if family.__module__ != PAGE]
+    Task.registry.pop("rotations", None)
     Family.known[:] = [family for family in Family.known if type(family).__module__ != PAGE]
 
 
@@ -121,7 +124,18 @@ def before_own_model(world: dict[str, Any], patch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="extra `hf` is not installed")
 
 
+def before_task(world: dict[str, Any], patch: pytest.MonkeyPatch) -> None:
+    """Four photographs of two classes to train on, two to evaluate."""
+    photos = sorted((Path(dwindle.__file__).parent / "assets/photos").glob("*.jpg"))
+    for number, photo in enumerate(photos[:4] + photos[:2]):
+        place = Path("photos", "train" if number < 4 else "val", "ab"[number % 2])
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copy(photo, place)
+    patch.setitem(TINY, "img_size", 64)
+
+
 BEFORE: dict[str, Callable[[dict[str, Any], pytest.MonkeyPatch], None]] = {
+    "docs/add_a_task.md": before_task,
     "docs/cluster.md": before_cluster,
     "docs/export.md": before_export,
     "docs/own_model.md": before_own_model,
