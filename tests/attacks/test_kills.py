@@ -118,7 +118,7 @@ def test_killed_and_begun_again(kind, work, given, tmp_path, tally, many):
     there = operations(work, given, whole)
     wanted, names = end_of(kind, whole), {path.name for path in whole.rglob("*")}
     assert there > 3
-    chosen = random.Random(0).sample(range(there), min(there, many(6, there)))
+    chosen = random.Random(0).sample(range(there), min(there, many(2, there)))
     for at in sorted(chosen):
         folder = tmp_path / f"out-{at}"
         folder.mkdir()
@@ -140,7 +140,7 @@ def test_a_model_saved_over_another(given, tmp_path, tally, many):
     (tmp_path / "undisturbed").mkdir()
     dwindle.save(tiny(0), tmp_path / "undisturbed" / "it")
     there = operations(_save, given, tmp_path / "undisturbed" / "it")
-    for at in random.Random(1).sample(range(there), min(there, many(5, there))):
+    for at in random.Random(1).sample(range(there), min(there, many(3, there))):
         out = tmp_path / f"out-{at}" / "it"
         dwindle.save(tiny(0), out)
         done(_save, given, out, at)

@@ -476,11 +476,11 @@ async def knocking(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 FLOODS: dict[str, Callable[[Callable[[int, int], int]], list[Send]]] = {
-    "of connections": lambda many: [knocking] * many(1500, 10_000),
-    "of small requests": lambda many: [flood(many(30, 500), GET + b"\r\n")] * 60,
-    "of requests refused": lambda many: [flood(many(20, 300), b"POST /v1/batch HTTP/1.1\r\nHost: a\r\n\r\n")] * 60,
-    "of clients that leave": lambda many: [leaving] * many(300, 5000),
-    "of clients that do not read": lambda many: [greedy(many(10, 100))] * 200,
+    "of connections": lambda many: [knocking] * many(700, 10_000),
+    "of small requests": lambda many: [flood(many(10, 500), GET + b"\r\n")] * 60,
+    "of requests refused": lambda many: [flood(many(10, 300), b"POST /v1/batch HTTP/1.1\r\nHost: a\r\n\r\n")] * 60,
+    "of clients that leave": lambda many: [leaving] * many(150, 5000),
+    "of clients that do not read": lambda many: [greedy(many(5, 100))] * 200,
 }
 
 
@@ -497,7 +497,7 @@ def test_more_than_can_be_done(target, tally, many):
     photo = encoded(Image.fromarray(np.random.default_rng(0).integers(0, 256, (3000, 4000, 3), np.uint8)), "JPEG")
     with witnessed(target, tally, grows=1500):
         begin = time.monotonic()
-        answers = together(target, [saying(post("/v1/classify", photo, "image/jpeg"))] * many(24, 400))
+        answers = together(target, [saying(post("/v1/classify", photo, "image/jpeg"))] * many(12, 400))
         spent = time.monotonic() - begin
     for answer in answers:
         tally(status(answer) in (200, 429, 503, 504), f"{answer[:60]!r}")

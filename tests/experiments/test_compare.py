@@ -278,7 +278,7 @@ def test_when_time_is_up_nothing_is_trained(whole, data, tmp_path, trained):
 
 
 def test_bad_comparisons(whole, data, tmp_path):
-    with pytest.raises(dwindle.DwindleError, match=r"Unknown entry of this comparison 'Topk2' \(did you mean 'TopK'"):
+    with pytest.raises(dwindle.DwindleError, match=r"'Topk2'.*'TopK'"):
         comparing(data, tmp_path, only=["Topk2"])
     for name in ("TopK", "ToMe"):
         with pytest.raises(dwindle.DwindleError, match=r"static-1.00-s0 is missing: .* run 'static' first"):
@@ -289,7 +289,7 @@ def test_bad_comparisons(whole, data, tmp_path):
     (tmp_path / "runs" / "static-1.00-s0").mkdir(parents=True)
     (tmp_path / "runs" / "static-1.00-s0" / "config.json").write_text("{}")
     for read in (lambda: list(comparing(data, tmp_path).results()), lambda: read_results(folder)):
-        with pytest.raises(dwindle.DwindleError, match=r"s0.json is no JSON \(.*\); delete it.*makes it again\.$"):
+        with pytest.raises(dwindle.DwindleError, match=r"s0.json.*JSON.*delete"):
             read()
 
 

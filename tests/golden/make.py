@@ -32,10 +32,11 @@ def photographs(size: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def answers(name: str) -> dict[str, np.ndarray]:
+def answers(name: str, layout: str = "packed") -> dict[str, np.ndarray]:
+    """layout: of those that have two; AdaPerceiver computes a setting's tokens in one way only."""
     model = dwindle.load(name)
     if name.startswith("aht"):
-        out = model(photographs(224))
+        out = model(photographs(224), layout=layout)
         return {"logits": out.logits.numpy(), "depth": out.trace.depth.numpy().astype(np.uint8)}
     if name.startswith("ada"):
         x = photographs(160)
@@ -46,7 +47,7 @@ def answers(name: str) -> dict[str, np.ndarray]:
         out = model(x, exit=0.5)
         return found | {"logits_exit": out.logits.numpy(), "depth_exit": out.trace.depth.numpy().astype(np.uint8)}
     ids = torch.tensor([[model.extra["vocabulary"].index(c) for c in TEXT]])
-    out = model(ids)
+    out = model(ids, layout)
     return {"logits": out.logits[0].numpy(), "live": out.trace.live.numpy()}
 
 

@@ -81,13 +81,13 @@ def test_all_of_imagenet_is_found_however_it_is_named(data, model):
 
 
 def test_what_does_not_match_is_refused():
-    with pytest.raises(DwindleError, match="none of the classes of the model: it has 'ant', 'bee', the model 'tench'"):
+    with pytest.raises(DwindleError, match=r"classes.*'ant', 'bee'.*'tench'"):
         match(["ant", "bee"], 2, ["tench", "goldfish"], 2, named="d")
     with pytest.raises(DwindleError, match="for 'crane' it is not certain"):
         match(["crane"], 1, FULL, 1000, named="d")
-    with pytest.raises(DwindleError, match="'d' does not name its classes, and by number 3 of 'd' cannot be the 2"):
+    with pytest.raises(DwindleError, match=r"'d'.*classes.*3 of 'd'.* 2"):
         match(None, 3, ["a", "b"], 2, named="d")
-    with pytest.raises(DwindleError, match="The model does not name its classes, and by number 3 of"):
+    with pytest.raises(DwindleError, match=r"model.*classes.*number 3 of"):
         match(["a", "b", "c"], 3, None, 4, named="d")
     for data, model in ((None, ["a", "b"]), (["a", "b"], None), (None, None)):
         found = match(data, 2, model, 2, named="d")

@@ -96,7 +96,7 @@ def test_without_a_network_it_is_said_soon(online, monkeypatch):
         for port in (9, silent.getsockname()[1]):
             online(port)
             begin = time.monotonic()
-            with pytest.raises(dwindle.DwindleError, match=r"could not be fetched from the Hub \(it does not answer"):
+            with pytest.raises(dwindle.DwindleError, match=r"Hub \(.*answer"):
                 dwindle.load("nobody/nothing")
             with pytest.raises(dwindle.DwindleError, match="Weights for test_vit could not be fetched"):
                 build_vit(Recipe(model="test_vit"), 3)

@@ -403,7 +403,7 @@ def test_the_distillation_token_learns_from_the_teacher_and_the_class_token_from
 @pytest.mark.parametrize("backbone", ["vit", "hf_vit"])
 def test_no_distillation_token(backbone):
     model, out, teacher, labels = taught(backbone, TopK(stages=(2,)))
-    with pytest.raises(dwindle.DwindleError, match="has no distillation token; take a distilled model"):
+    with pytest.raises(dwindle.DwindleError, match=r"distillation token.*distilled model"):
         model.loss(out, labels, teacher, distill="token")
     with pytest.raises(dwindle.DwindleError, match="did you mean 'token'"):
         model.loss(out, labels, teacher, distill="tokn")
@@ -433,7 +433,7 @@ def test_the_distillation_token_answers_once():
     model = build("distilled", Confidence()).train()
     images, labels = images_for(model), torch.arange(5)
     out, teacher = model(images), build("vit", dwindle.Static(), seed=1)(images)
-    with pytest.raises(dwindle.DwindleError, match="Confidence learns from an answer at every depth"):
+    with pytest.raises(dwindle.DwindleError, match=r"Confidence.*every depth"):
         model.loss(out, labels, teacher, distill="token")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from dwindle.runtime.export import Graph, export, open_compiled, open_program, w
 from dwindle.runtime.export import _write_onnx as write_onnx
 from dwindle.runtime.onnx_graph import check, open_onnx, program
 from dwindle.runtime.padded import Padded
+from shared.tally import SLOW
 from shared.tiny import BACKBONES, METHODS, build, images_for
 
 
@@ -66,11 +66,11 @@ def test_rows_are_moved_where_it_pays(monkeypatch):
     assert falls and worthwhile_moves(model, images_for(model)) == tuple(falls)
 
 
-# A file takes some seconds to write: those of the others, which decide in like ways, with DWINDLE_SLOW=1.
-WRITTEN = {"AHT_rest", "AViT", "ACT", "TopK_fused", "ToMe", "DynamicViT"}
+# A graph takes some seconds to trace and to write: those of the others, which decide in like ways, with DWINDLE_SLOW=1.
+WRITTEN = [*METHODS] if SLOW else ["AHT_rest", "AViT", "ACT", "TopK_fused", "ToMe", "DynamicViT"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WRITTEN)
 def test_one_graph_for_any_number_of_images(method, tmp_path):
     model = build("vit", METHODS[method]())
     # ToMe pairs rows by their place among the live ones: here those who left stand between them for a while.
@@ -78,11 +78,10 @@ def test_one_graph_for_any_number_of_images(method, tmp_path):
     recorded = program(Graph(model, moves), images_for(model, 3))
     calls = [recorded.module()]
     assert len(sizes_recorded(recorded)) >= len(set(rows_expected(model, moves)))
-    if method in WRITTEN or "DWINDLE_SLOW" in os.environ:
-        needs_onnx()
-        write_onnx(recorded, tmp_path / "model.onnx", {})
-        calls.append(open_onnx(tmp_path / "model.onnx", threads=1))
-        assert rows_computed(tmp_path / "model.onnx", images_for(model)) == rows_expected(model, moves)
+    needs_onnx()
+    write_onnx(recorded, tmp_path / "model.onnx", {})
+    calls.append(open_onnx(tmp_path / "model.onnx", threads=1))
+    assert rows_computed(tmp_path / "model.onnx", images_for(model)) == rows_expected(model, moves)
     for call in calls:
         for count in (1, 2, 5):
             told = check(model, call, images_for(model, count))
@@ -172,7 +171,7 @@ def test_a_program_on_disk(tmp_path):
     check(model, open_program(tmp_path / "deep" / "model.pt2"), images_for(model))
 
 
-@pytest.mark.skipif("DWINDLE_SLOW" not in os.environ, reason="compiling takes minutes; set DWINDLE_SLOW=1")
+@pytest.mark.skipif(not SLOW, reason="compiling takes minutes; set DWINDLE_SLOW=1")
 @pytest.mark.parametrize("method", ["AHT_merge", "TopK_fused", "ToMe", "DynamicViT"])
 def test_compiled(method, tmp_path, monkeypatch):
     monkeypatch.setattr("dwindle.runtime.export.MOVE", 0)

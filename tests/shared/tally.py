@@ -1,6 +1,6 @@
 """What the attacks share: a tally of what was tried and what got through, told at the end of the run.
 
-pytest tests/attacks                    every attack, small: minutes on two cores
+pytest tests/attacks                    every attack, small: a minute on two cores
 DWINDLE_SLOW=1 pytest tests/attacks     the same attacks, long
 """
 

@@ -84,7 +84,7 @@ def test_controls_keep_the_rates_and_lose_the_choice():
             assert found["rates"] == pytest.approx(own["rates"], abs=0.05)
     model.method = Control(router, "mean", tuple(own["rates"]), tuple(soft["means"]))
     assert evaluate(model, ids)["tlops_saved"] == 0
-    with pytest.raises(DwindleError, match="Unknown kind 'none'; known: layer, mean, overall"):
+    with pytest.raises(DwindleError, match=r"'none'.*layer, mean, overall"):
         Control(router, "none", ())
 
 
