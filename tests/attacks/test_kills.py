@@ -26,7 +26,7 @@ from dwindle.train.loop import Run
 from dwindle.train.state import STATE
 
 fork = multiprocessing.get_context("forkserver")
-fork.set_forkserver_preload(["pytest", "pyarrow.parquet", "dwindle.train.loop", "dwindle.evaluate.predict"])
+fork.set_forkserver_preload(["pytest", "pyarrow.parquet", "timm", "dwindle.recipes.vision", "dwindle.evaluate.predict"])
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "os.link", "os.symlink", "os.truncate")
 Work = Callable[[Path, Path], None]  # a folder with what is given, and one to write to
 
