@@ -457,6 +457,7 @@ def test_labels_that_are_shares():
         (lambda: build("vit", TopK(stages=(4,))), r"stages = \(4,\): tokens leave after blocks 1..3"),
         (lambda: build("vit", TopK(stages=(1,), budget=1.5)), "budget = 1.5"),
         (lambda: ToMe(r=-1), r"r = -1: it must lie in \[0, 1000000\]"),
+        (lambda: ToMe(r=8, budget=0.5), r"r = 8, budget = 0\.5: each sets the other"),
         (lambda: build("vit", ToMe(budget="9G")), "budget = '9G'"),
         (lambda: DynamicViT(keep=-0.1), "keep = -0.1"),
         (lambda: DynamicViT(count="images"), "did you mean 'image'"),
