@@ -75,7 +75,6 @@ def grid(
     device: Device = None,
 ) -> None:
     """Every setting, measured."""
-
     place = device_for(device)
     check_runs(dtype, place)
     at_least(batch=(batch, 1), limit=(limit, 1), seconds=(seconds, 0))
@@ -112,18 +111,29 @@ def grid(
         "device": place,
     }
     write_text(out / "grid.json", json.dumps(result, indent=1) + "\n")
-    figures.tradeoffs(rows, out / "tradeoff.png")
-    full_width, where = [r for r in latency if r["width"] == model.width], f"batch {batch}, {dtype}, {place}"
-    figures.tradeoffs(full_width, out / "latency.png", "ms", where)
-    if along:
-        figures.interpolation(along, out / "interpolation.png")
-    full = [r for r in rows if r["width"] == model.width]
+    _draw_grid(model, result, out)
     aside.print(plain(images.told()), soft_wrap=True)
+    _tell_grid(model, result, data)
+    finish({k: v for k, v in result.items() if k != "rows"} | {"out": str(out)})
+
+
+def _draw_grid(model: AdaPerceiver, result: dict[str, Any], out: Path) -> None:
+    figures.tradeoffs(result["rows"], out / "tradeoff.png")
+    full_width = [row for row in result["latency"] if row["width"] == model.width]
+    where = f"batch {result['batch']}, {result['dtype']}, {result['device']}"
+    figures.tradeoffs(full_width, out / "latency.png", "ms", where)
+    if result["between"]:
+        figures.interpolation(result["between"], out / "interpolation.png")
+
+
+def _tell_grid(model: AdaPerceiver, result: dict[str, Any], data: str) -> None:
+    checkpoint, full = result["checkpoint"], [row for row in result["rows"] if row["width"] == model.width]
     columns = ["depth", *[f"t = {t}" for t in model.tokens]]
     lines = [[d, *[f"{r['top1']:.2f}" for r in full if r["depth"] == d]] for d in range(1, model.depth + 1)]
     show_table(f"{checkpoint} on {data}: top-1 at full width", columns, lines)
     columns = ["tokens", "depth", "width", "top1", "gmacs", "ms", "speedup"]
-    show_table(f"latency, batch {batch}, {dtype} on {place}", columns, [[row[c] for c in columns] for row in latency])
+    title = f"latency, batch {result['batch']}, {result['dtype']} on {result['device']}"
+    show_table(title, columns, [[row[c] for c in columns] for row in result["latency"]])
     lagging = result["lagging"]
     if lagging and len(model.readouts) > 1:
         reinit_from = {late: max(d for d in range(1, late) if d not in lagging) for late in lagging}
@@ -133,7 +143,6 @@ def grid(
             + plain(f'--set weights={checkpoint} --set freeze_backbone=true --set "reinit_from={reinit_from}"'),
             soft_wrap=True,
         )
-    finish({k: v for k, v in result.items() if k != "rows"} | {"out": str(out)})
 
 
 def show_policies(title: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -158,7 +167,6 @@ def policies(
     device: Device = None,
 ) -> None:
     """Every policy, measured."""
-
     at_least(batch=(batch, 1), limit=(limit, 1), epochs=(epochs, 0))
     if out is not None:
         check_folder(out)
