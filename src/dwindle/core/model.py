@@ -71,7 +71,7 @@ class AdaptiveViT(nn.Module):
         pixel_values: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Output:
-        """`depths` (B, N) forces who stops when: scores are still computed, only the outcome is replaced.
+        """`depths` (B, N) forces when each token stops: scores are still computed, only the outcome is replaced.
 
         operating_point: (B,) the method's setting for each image, so that images with other budgets share a batch.
 

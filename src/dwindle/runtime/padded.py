@@ -210,8 +210,9 @@ class Padded(Masked):
         """No token that is read in the end stops before it: these tokens are the first rows."""
         return self.prefix_stays and self.front is not None and self.front <= self.prefix
 
-    def _picked(self, who: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return tuple(rows[:, : self.front] for rows in (who, self.flat_index, self.value))  # type: ignore[return-value]
+    def _picked(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Which rows stop now, their tokens and values, as far as they are read in the end."""
+        return tuple(rows[:, : self.front] for rows in (chosen, self.flat_index, self.value))  # type: ignore[return-value]
 
     def stream(self) -> Tensor:
         """(B, N, D), or only the tokens that are read."""
@@ -220,12 +221,12 @@ class Padded(Masked):
         images, count = self.shape
         picked = [*self.stopped, self._picked(self.live)]
         if self.front is not None:
-            who, flat_index, value = (torch.cat(parts, 1) for parts in zip(*picked))
+            chosen, flat_index, value = (torch.cat(parts, 1) for parts in zip(*picked))
             first = torch.arange(self.front, device=flat_index.device)
-            return ((who[..., None] & (flat_index[..., None] == first)).to(value.dtype).transpose(1, 2)) @ value
+            return ((chosen[..., None] & (flat_index[..., None] == first)).to(value.dtype).transpose(1, 2)) @ value
         places, values = [], []
-        for who, flat_index, value in picked:
-            chosen = who.flatten().nonzero()[:, 0]
+        for stopped, flat_index, value in picked:
+            chosen = stopped.flatten().nonzero()[:, 0]
             place = flat_index + count * torch.arange(images, device=flat_index.device)[:, None]
             places.append(place.flatten().index_select(0, chosen))
             values.append(value.flatten(0, 1).index_select(0, chosen))
