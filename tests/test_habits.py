@@ -71,7 +71,7 @@ def test_what_is_heavy_is_imported_when_it_is_needed(imported, heavy):
 
 @pytest.mark.parametrize(
     "package, command",
-    [("typer", "--help"), ("rich", "methods"), ("fastapi", "serve --help"), ("matplotlib", "demo --out {out}")],
+    [("typer", "--help"), ("fastapi", "serve --help"), ("matplotlib", "demo --out {out}")],
 )
 def test_a_command_names_the_extra_that_is_missing(package, command, tmp_path):
     ended = python(WITHOUT, package, "dwindle", *command.format(out=tmp_path / "out").split())
