@@ -55,7 +55,7 @@ def python(code: str, *given: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "imported, heavy",
     [
-        ("import dwindle", HEAVY | {"rich", "typer"}),
+        ("import dwindle, dwindle.io.datasets", HEAVY | {"datasets", "rich", "typer"}),
         ("import contextlib, dwindle.__main__ as d\nwith contextlib.suppress(SystemExit): d.main()", HEAVY),
     ],
     ids=["import dwindle", "dwindle --help"],

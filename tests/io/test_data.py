@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import random
-import subprocess
 import sys
 import time
 import types
@@ -1122,16 +1121,6 @@ def test_resident_of_nothing_or_broken():
 
     with pytest.raises(DwindleError, match="row 5"):
         Resident(Images("made", broken, np.arange(8)), 28)
-
-
-def test_import_is_lean():
-    code = (
-        "import sys, dwindle.train; before = set(sys.modules); import dwindle.io.datasets; "
-        "print({'pyarrow', 'datasets', 'torchvision', 'timm'} & (set(sys.modules) - before))"
-    )
-    src = Path(data_module.__file__).parents[2]
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=src, check=True)
-    assert out.stdout.strip() == "set()"
 
 
 # Real data
