@@ -69,12 +69,9 @@ def test_what_is_heavy_is_imported_when_it_is_needed(imported, heavy):
     assert not heavy & set(there)
 
 
-@pytest.mark.parametrize(
-    "package, command",
-    [("typer", "--help"), ("fastapi", "serve --help"), ("matplotlib", "demo --out {out}")],
-)
-def test_a_command_names_the_extra_that_is_missing(package, command, tmp_path):
-    ended = python(WITHOUT, package, "dwindle", *command.format(out=tmp_path / "out").split())
+@pytest.mark.parametrize("package, command", [("typer", "--help"), ("fastapi", "serve --help")])
+def test_a_command_names_the_extra_that_is_missing(package, command):
+    ended = python(WITHOUT, package, "dwindle", *command.split())
     (said,) = ended.stderr.strip().splitlines()
     assert ended.returncode == 2 and package in said and f'pip install "dwindle[{EXTRAS[package]}]"' in said
 

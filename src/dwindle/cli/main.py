@@ -39,7 +39,6 @@ COMMANDS = {  # the module here that has a function of that name, and what it do
     ),
     "methods": ("methods", "List the methods and their settings."),
 }
-EXTRAS = {"serve": "serve", "search": "search"}  # that bring what a command imports
 
 
 def sentences() -> dict[str, str]:
@@ -69,16 +68,10 @@ class Commands(TyperGroup):
 
 def made(name: str, text: str) -> TyperCommand:
     """The command itself, with its options."""
-    try:
-        if name not in COMMANDS:
-            return answered(name, text)
-        module = import_module(f".{COMMANDS[name][0]}", __package__)
-        return single(name, getattr(module, name), text)
-    except ModuleNotFoundError as error:
-        raise DwindleError(
-            f"dwindle {name} needs the package {error.name}, which is not installed: "
-            f"pip install 'dwindle[{EXTRAS.get(name, 'all')}]'."
-        ) from error
+    if name not in COMMANDS:
+        return answered(name, text)
+    module = import_module(f".{COMMANDS[name][0]}", __package__)
+    return single(name, getattr(module, name), text)
 
 
 app = typer.Typer(
