@@ -36,11 +36,6 @@ from ..train.loop import Run
 from ..train.recipe import changed
 
 
-def register(app: typer.Typer) -> None:
-    for command in (train, compare, search):
-        app.command()(command)
-
-
 def train(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe: aht_cifar100, avit_cifar100, ...")],
     data: OptionalData = None,
