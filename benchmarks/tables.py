@@ -538,6 +538,24 @@ def ada_latency_h200() -> str:
     return markdown(columns, rows) + told(told_of | {"command": command})
 
 
+@table
+def ada_latency_cpu() -> str:
+    rows = []
+    sizes = {
+        "adaperceiver_paper": "published (256 tokens, 21 blocks)",
+        "adaperceiver_small": "small (96 tokens, 12 blocks)",
+    }
+    for run in lines("bench.jsonl"):
+        timed: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        for row in run.get("rows", []) if run.get("model") in sizes else []:
+            timed[row["batch"]].append(row)
+        for batch, (whole, *others) in timed.items():
+            rows.append([sizes[run["model"]], batch, brief(whole["ms"]), *(times(row["speedup"]) for row in others)])
+    columns = ["network", "batch", "whole, ms", "half the tokens", "half the depth", "both", "half the width"]
+    about = {"what": "Untrained, times faster than the whole network", "hardware": "Intel Xeon 2.80GHz, 2 cores"}
+    return markdown(columns, rows) + told(about | {"dtype": "fp32", "command": "dwindle bench adaperceiver_small"})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")

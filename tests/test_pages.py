@@ -295,9 +295,7 @@ def test_names_of_ours_resolve(name: str) -> None:
             found = getattr(found, part)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in PAGES if name not in (*HISTORY, "docs/cpu.md", "docs/reading_order.md")]
-)
+@pytest.mark.parametrize("name", [name for name in PAGES if name not in HISTORY])
 def test_files_named_are_there(name: str) -> None:
     """Files of the tree, by their whole path, or below src/dwindle or benchmarks."""
     named = re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|jsonl?|csv|html))(?:: [^`]*)?`", PAGES[name].read_text())
@@ -310,7 +308,7 @@ def test_files_named_are_there(name: str) -> None:
     assert not lost, lost
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name not in (*HISTORY, "docs/cpu.md")])
+@pytest.mark.parametrize("name", [name for name in PAGES if name not in HISTORY])
 def test_pages_speak_to_a_user(name: str) -> None:
     """No history, nobody else's machine, no cell that holds a paragraph."""
     text = PAGES[name].read_text()
