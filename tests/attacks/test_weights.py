@@ -12,7 +12,7 @@ from torch import nn
 import dwindle
 from shared.tiny import METHODS, build, images_for
 
-BACKBONES = ("vit", "layerscale", "hf_vit", "hf_dinov2")
+BACKBONES = ("vit", "hf_dinov2")  # of each family; the second scales its layers
 
 pytestmark = pytest.mark.graphs
 
@@ -121,7 +121,7 @@ WRITES = {
 @torch.no_grad()
 def test_writes(backbone, tally):
     for what, write in WRITES.items():
-        for at in (0, 3, -1):
+        for at in (0, -1):
             model = build(backbone, METHODS["AHT_merge"]())
             images, fast = images_for(model, 3), model.prepare()
             before = fast(images)
@@ -200,7 +200,7 @@ ADDED = {
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_what_is_added_to_layers(backbone, tally):
     for what, add in ADDED.items():
-        for at in (0, 1, -1):
+        for at in (0, -1):
             torch.manual_seed(0)
             model = build(backbone, METHODS["AHT"]())
             images, fast = images_for(model, 3), model.prepare()
