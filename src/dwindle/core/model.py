@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -190,13 +191,18 @@ class AdaptiveViT(nn.Module):
         distill: str = "soft",
         temperature: float = 1.0,
         label_smoothing: float = 0.0,
+        task_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """The loss terms, unweighted.
+
+        task_loss: of logits (B, C) and targets, a number per image; None: the cross-entropy with labels.
 
         distill: 'soft', KL(teacher || student); 'hard', cross-entropy with the teacher's answer; 'token', the same on
         the distillation token's own head, while the class token's learns from the labels (DeiT).
         """
-        self._check_labels(labels, out.logits)
+        if task_loss is None:
+            self._check_labels(labels, out.logits)
+            task_loss = partial(label_loss, smoothing=label_smoothing)
         if distill not in DISTILLATIONS:
             raise unknown("distillation", distill, DISTILLATIONS)
         answers, heads = [out.logits], (out.logits, out.logits)
@@ -217,7 +223,7 @@ class AdaptiveViT(nn.Module):
             losses = torch.stack([loss(answer) for answer in answers])
             return (losses if weights is None else weights[: len(losses)] * losses).sum(0).mean()
 
-        terms = {"task": mean(lambda a: label_loss(a, labels, label_smoothing), answers)}
+        terms = {"task": mean(lambda a: task_loss(a, labels), answers)}
         if teacher is not None:
             taught, said = ([heads[1]] if distill == "token" else answers), teacher.logits
             terms["distill"] = mean(lambda a: distill_loss(a, said, distill, temperature), taught)

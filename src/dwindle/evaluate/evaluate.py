@@ -19,6 +19,7 @@ from ..runtime.dtypes import dtype_of
 from ..runtime.prepared import Prepared, quickest
 
 Batches = Iterable[tuple[Tensor, Tensor]]
+Measure = Callable[[Tensor, Tensor], dict[str, Tensor]]  # (B, C) logits and targets -> (B,) by name
 
 
 def evaluate(
@@ -30,10 +31,12 @@ def evaluate(
     progress: Callable[[int], None] | None = None,
     lockstep: bool = False,
     ask: Callable[[Callable[..., Output], Tensor], Output] | None = None,
+    measure: Measure | None = None,
 ) -> dict[str, float]:
     """Every image counts once. images_per_s is the model alone, at its median batch: loading and moving images is not
     in it, nor what the first batch compiles. layout: 'packed', by a prepared copy of the model, or 'masked'. ask: a
-    call of that copy with other settings.
+    call of that copy with other settings. measure: what a task makes of logits and targets, one number per image and
+    name, in place of `accuracy`.
 
     Of several processes each gives its own batches, and all get the result for all. lockstep: they must run the same
     number of times (sharded weights); who has no images left runs on a blank one, uncounted.
@@ -46,14 +49,16 @@ def evaluate(
     asked = call if ask is None else partial(ask, call)
     # Sharded weights are gathered into tensors that training goes on with, which inference mode would spoil.
     with torch.no_grad() if lockstep else torch.inference_mode():
-        sums = _sums(model, _in_step(batches, model) if lockstep else batches, asked, place, progress)
+        given = _in_step(batches, model) if lockstep else batches
+        sums = _sums(model, given, asked, place, measure or accuracy, progress)
     model.train(training)
-    top1, top5, images, macs, depth, speed = map(sum, zip(*ranks.gathered(sums)))
+    found, *counts = zip(*ranks.gathered(sums))
+    images, macs, depth, speed = map(sum, counts)
     if not images:
         raise DwindleError("There are no images to evaluate: the data set is empty; give another.")
-    return {
-        "top1": round(100 * top1 / images, 3),
-        "top5": round(100 * top5 / images, 3),
+    names = list(dict.fromkeys(name for part in found for name in part))
+    means = {name: round(sum(part.get(name, 0.0) for part in found) / images, 3) for name in names}
+    return means | {
         "gmacs": round(macs / images / 1e9, 4),
         "gmacs_static": round(model.static_macs() / 1e9, 4),
         "depth": round(depth / images, 3),
@@ -70,16 +75,23 @@ def _count(batches: Batches) -> int | None:
     return len(data) if hasattr(data, "__len__") else None
 
 
+def accuracy(logits: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """In percent: whether the likeliest class is the right one, and whether one of the five likeliest is."""
+    best = logits.topk(min(5, logits.shape[-1])).indices == y[:, None]
+    return {"top1": 100.0 * best[:, 0].double(), "top5": 100.0 * best.any(-1).double()}
+
+
 def _sums(
     model: AdaptiveViT,
     batches: Batches,
     ask: Callable[[Tensor], Output],
     place: torch.device,
+    measure: Measure,
     progress: Callable[[int], None] | None,
-) -> tuple[int, int, int, float, float, float]:
-    """Over this process's images: right answers, among the first five, images, MACs, mean depths, images a second."""
-    top1 = top5 = images = 0
-    macs = depth = 0.0
+) -> tuple[dict[str, float], int, float, float, float]:
+    """Over this process's images: what was measured, images, MACs, mean depths, images a second."""
+    found: dict[str, float] = {}
+    images, macs, depth = 0, 0.0, 0.0
     spent, number = [], dtype_of(model)
     for x, y in batches:
         x, y = x.to(place, number), y.to(place)
@@ -90,14 +102,14 @@ def _sums(
         if not len(y):
             continue
         spent.append((time.perf_counter() - begin) / len(y))
-        best = out.logits.topk(min(5, out.logits.shape[-1])).indices == y[:, None]
-        top1, top5 = top1 + int(best[:, 0].sum()), top5 + int(best.any(-1).sum())
+        for name, value in measure(out.logits, y).items():
+            found[name] = found.get(name, 0.0) + float(value.sum())
         macs += model.macs(out.trace).sum().item()
         depth += out.trace.mean_depth.sum().item()
         images += len(y)
         if progress:
             progress(len(y))
-    return top1, top5, images, macs, depth, 1 / statistics.median(spent) if spent else 0.0
+    return found, images, macs, depth, 1 / statistics.median(spent) if spent else 0.0
 
 
 def _in_step(batches: Batches, model: AdaptiveViT) -> Iterator[tuple[Tensor, Tensor]]:

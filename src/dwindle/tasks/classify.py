@@ -37,6 +37,10 @@ class Classify(Task, name="classify"):
 
     train_images: Images
     eval_images: Images
+    # A task that learns other targets than classes says so here. loss: of logits (..., B, C) and targets, (..., B);
+    # None: the cross-entropy with labels. measure: of logits (B, C) and targets, (B,) numbers by name; None: accuracy.
+    loss: Any = None
+    measure: Any = None
     preprocess: Preprocess
     resident: dict[str, Resident] | None = None
     mixup: Any = None

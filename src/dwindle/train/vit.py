@@ -137,6 +137,7 @@ class ViTLearner(Learner):
             distill=recipe.distill,
             temperature=recipe.teacher_temperature,
             label_smoothing=recipe.smoothing,
+            task_loss=self.task.loss,
         )
         self.named = [name for name in terms if name != "total"]
         return terms | {"cost": model.cost(out.trace)}
@@ -163,4 +164,6 @@ class ViTLearner(Learner):
         # Sharded weights are gathered block by block: no process may leave out a block the others compute.
         layout = "masked" if self.sharded else layout
         batches = self.task.batches(train=False)
-        return evaluate(model, batches, layout=layout, device=self.device, lockstep=self.sharded)
+        return evaluate(
+            model, batches, layout=layout, device=self.device, lockstep=self.sharded, measure=self.task.measure
+        )

@@ -6,6 +6,7 @@ B images, G granularities, L blocks, S answers to one image (G or L of them).
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -228,9 +229,10 @@ class AdaLearner(Learner):
             assert taught is not None
             return feature_loss(answers, taught)
         recipe, answers = self.recipe, answers.float()
+        task_loss = self.task.loss or partial(label_loss, smoothing=recipe.smoothing)
         total = answers.new_zeros(len(answers))
         if recipe.label_weight:
-            total = total + recipe.label_weight * label_loss(answers, y, recipe.smoothing).mean(-1)
+            total = total + recipe.label_weight * task_loss(answers, y).mean(-1)
         if taught is not None:
             told = distill_loss(answers, taught, recipe.distill, recipe.teacher_temperature)
             total = total + recipe.teacher_weight * told.mean(-1)

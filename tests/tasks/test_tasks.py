@@ -1,0 +1,72 @@
+"""A task is one class: what it learns and how it is judged. The loop, the model and the checkpoint are there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+import dwindle
+from dwindle.recipes.vision import tiny_test
+from dwindle.tasks.base import Task
+from dwindle.tasks.classify import Classify
+from dwindle.train.loop import Run
+from dwindle.train.recipe import changed
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root, draw = tmp_path_factory.mktemp("tasks"), np.random.default_rng(0)
+    for split in ("train", "val"):
+        for c in range(3):
+            (root / split / "rgb"[c]).mkdir(parents=True)
+            for i in range(4):
+                pixels = draw.integers(0, 255, (32, 32, 3)).astype(np.uint8)
+                Image.fromarray(pixels).save(root / split / "rgb"[c] / f"{i}.png")
+    return str(root)
+
+
+def settings(*more: str):
+    given = ("model=test_vit", "batch=6", "method.stages=(2,4)", "task=ordered", *more)
+    return changed(tiny_test(), given)
+
+
+@pytest.fixture
+def ordered(monkeypatch):
+    """Classes in an order: one number is learnt, and how far it is off is what counts."""
+    monkeypatch.setattr(Task, "registry", dict(Task.registry))
+
+    class Ordered(Classify, name="ordered"):
+        @staticmethod
+        def loss(logits: Tensor, y: Tensor) -> Tensor:
+            return (logits.float().mean(-1) - y) ** 2
+
+        @staticmethod
+        def measure(logits: Tensor, y: Tensor) -> dict[str, Tensor]:
+            return {"error": (logits.float().mean(-1) - y).abs()}
+
+    return Ordered
+
+
+def test_another_task_is_learnt_by_the_same_loop(ordered, data, tmp_path):
+    run = Run(settings("lr=0.003", "method_lr=0.003", "epochs=6"), data, tmp_path / "run", device="cpu")
+    numbers = list(run.epochs())
+    assert "top1" not in numbers[-1] and numbers[-1]["error"] < numbers[0]["error"]
+    assert dwindle.load(tmp_path / "run").extra["results"]["error"] == numbers[-1]["error"]
+
+
+def test_a_killed_run_of_it_goes_on(ordered, data, tmp_path):
+    whole = Run(settings(), data, tmp_path / "whole", device="cpu")
+    list(whole.epochs())
+    next(Run(settings(), data, tmp_path / "parts", device="cpu").epochs())
+    again = Run(settings(), data, tmp_path / "parts", device="cpu", resume=True)
+    list(again.epochs())
+    for one, other in zip(whole.model.parameters(), again.model.parameters()):
+        assert torch.equal(one, other)
+
+
+def test_an_unknown_task_is_refused(data, tmp_path):
+    with pytest.raises(dwindle.DwindleError, match="did you mean 'classify'"):
+        Run(changed(tiny_test(), ["task=clasify"]), data, tmp_path / "run", device="cpu")
