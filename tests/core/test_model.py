@@ -137,6 +137,27 @@ def test_a_forward_that_would_not_run_is_refused_and_a_later_one_stays():
         assert torch.allclose(model.unwrap()(images), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("backbone", ["vit", "hf_vit"])
+def test_what_would_not_be_called_is_refused(backbone):
+    """The wrapped model is run block by block: hooks around the blocks would never hear of it."""
+    model = build(backbone, dwindle.Static()).eval()
+    images, heard = images_for(model, 2), []
+    for name, module in model.backbone.around:
+        hook = module.register_forward_hook(lambda *given: heard.append(given))
+        for call in (model, model.prepare()):
+            with torch.no_grad(), pytest.raises(DwindleError, match=f"{type(module).__name__}.*hook"):
+                call(images)
+        hook.remove()
+        module.forward_features = print
+        with torch.no_grad(), pytest.raises(DwindleError, match="forward_features"):
+            model(images)
+        del module.forward_features
+    model.register_forward_hook(lambda *given: heard.append(given))
+    with torch.no_grad():
+        model(images)
+    assert len(heard) == 1
+
+
 def test_a_copy_is_independent():
     """EMA and teachers deep-copy a wrapped model: the copy must run its own weights."""
     model = build("vit", METHODS["AHT"]())

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -230,6 +231,27 @@ class Backbone:
             for module in block.modules():
                 if is_drop_path(module):
                     module.register_forward_hook(drop_per_image)
+
+    def check_heard(self) -> None:
+        """Refuses what somebody put on a module that is not called, as its blocks are run one by one: it would be
+        ignored without a word."""
+        if torch.compiler.is_compiling():
+            return
+        for name, module in self.around:
+            own = [part for part in ("forward", "forward_features") if part in vars(module)]
+            if module._forward_hooks or module._forward_pre_hooks or own:
+                what = f"{own[0]} of its own" if own else "forward hook"
+                raise DwindleError(
+                    f"{name or 'The wrapped model'} ({type(module).__name__}) has a {what}, which an adaptive model does "
+                    "not call, as it runs block by block; put it on the adaptive model, on a block or on a layer."
+                )
+
+    @cached_property
+    def around(self) -> list[tuple[str, nn.Module]]:
+        """The wrapped model and its parts that hold the blocks."""
+        first = next(name for name, module in self.vit.named_modules() if module is self.blocks[0])
+        names = ["", *accumulate(first.split(".")[:-1], "{}.{}".format)]
+        return [(name, self.vit.get_submodule(name)) for name in names]
 
     def remove(self) -> None:
         """Undo `install`."""

@@ -299,6 +299,7 @@ class AdaptiveViT(nn.Module):
                 f"(batch, {shape.channels}, {size}); resize the images or build the model with img_size=..."
             )
         check_dtype(images, next(self.vit.parameters()).dtype)
+        self.backbone.check_heard()
         return images
 
     def check_operating_point(self, given: Tensor, images: int) -> None:

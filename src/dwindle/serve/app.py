@@ -36,6 +36,7 @@ from .schema import ANSWER, BATCH, BATCH_BODY, ERRORS, EXPLAINED, HEALTH, IMAGE_
 log = logging.getLogger("dwindle.serve")
 WORKERS = 4  # batches that may run, and large images be decoded, at the same time on a CPU
 LARGE = 1 << 22  # pixels; an image counts as one more for each of these
+LONGEST = (1 << 63) - 1  # a whole number in a request
 PAGE = {
     "": ("index.html", "text/html"),
     "app.js": ("app.js", "text/javascript"),
@@ -261,6 +262,9 @@ def _image_of(given: dict[str, Any]) -> Any:
 
 def _checked(budget: Any, top: Any, model: Any) -> tuple[float | None, int, str | None]:
     """Settings out of a JSON body."""
+    for name, given in (("budget", budget), ("top", top)):
+        if isinstance(given, int) and abs(given) > LONGEST:
+            raise Refused(400, f"'{name}' is a number of more than 64 bits; send a smaller one.")
     number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
     if budget is not None and not (number and 0 < budget <= 1):  # not a number is in no order
         raise Refused(422, "'budget' must be a number above 0 and up to 1: a share of the static cost.")
@@ -298,7 +302,9 @@ def _say_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        return said(422, f"'{first['loc'][-1]}' in the {first['loc'][0]}: {first['msg']}.")
+        digits = str(first.get("input", "")).strip().lstrip("+-")
+        status = 400 if digits.isdigit() and len(digits) > len(str(LONGEST)) else 422
+        return said(status, f"'{first['loc'][-1]}' in the {first['loc'][0]}: {first['msg']}.")
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:

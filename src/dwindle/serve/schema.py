@@ -82,6 +82,7 @@ ERRORS: dict[int | str, Any] = {
         413: "Too many bytes or pixels",
         415: "The body is encoded",
         421: "Asked under a name that is not this server's",
+        400: "A number of more than 64 bits",
         422: "Not an image, or settings out of range",
         429: "Too many images are waiting",
         431: "Too many or too long headers",
