@@ -142,7 +142,7 @@ def test_what_would_not_be_called_is_refused(backbone):
     """The wrapped model is run block by block: hooks around the blocks would never hear of it."""
     model = build(backbone, dwindle.Static()).eval()
     images, heard = images_for(model, 2), []
-    for name, module in model.backbone.around:
+    for _, module in model.backbone.around:
         hook = module.register_forward_hook(lambda *given: heard.append(given))
         for call in (model, model.prepare()):
             with torch.no_grad(), pytest.raises(DwindleError, match=f"{type(module).__name__}.*hook"):

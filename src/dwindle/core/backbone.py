@@ -242,8 +242,8 @@ class Backbone:
             if module._forward_hooks or module._forward_pre_hooks or own:
                 what = f"{own[0]} of its own" if own else "forward hook"
                 raise DwindleError(
-                    f"{name or 'The wrapped model'} ({type(module).__name__}) has a {what}, which an adaptive model does "
-                    "not call, as it runs block by block; put it on the adaptive model, on a block or on a layer."
+                    f"{name or 'The wrapped model'} ({type(module).__name__}) has a {what}, which an adaptive model "
+                    "would not call, as it runs the blocks alone; put it on the adaptive model, on a block or on a layer."
                 )
 
     @cached_property

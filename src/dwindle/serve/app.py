@@ -302,8 +302,8 @@ def _say_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        digits = str(first.get("input", "")).strip().lstrip("+-")
-        status = 400 if digits.isdigit() and len(digits) > len(str(LONGEST)) else 422
+        number = str(first.get("input", "")) if first["loc"][-1] in ("budget", "top") else ""
+        status = 400 if number.isdigit() and len(number) > len(str(LONGEST)) else 422
         return said(status, f"'{first['loc'][-1]}' in the {first['loc'][0]}: {first['msg']}.")
 
     @app.exception_handler(HTTPException)

@@ -74,7 +74,7 @@ _ERROR = _object({"error": _STRING})
 ERRORS: dict[int | str, Any] = {
     status: _json(_ERROR, why)
     for status, why in {
-        400: "The request ended early, or is not HTTP",
+        400: "The request ended early or is not HTTP, or a number has more than 64 bits",
         401: "No, or a wrong, bearer token",
         403: "Asked by a page of another server",
         404: "No such model",
@@ -82,7 +82,6 @@ ERRORS: dict[int | str, Any] = {
         413: "Too many bytes or pixels",
         415: "The body is encoded",
         421: "Asked under a name that is not this server's",
-        400: "A number of more than 64 bits",
         422: "Not an image, or settings out of range",
         429: "Too many images are waiting",
         431: "Too many or too long headers",
