@@ -243,7 +243,7 @@ class Backbone:
                 what = f"{own[0]} of its own" if own else "forward hook"
                 raise DwindleError(
                     f"{name or 'The wrapped model'} ({type(module).__name__}) has a {what}, which an adaptive model "
-                    "would not call, as it runs the blocks alone; put it on the adaptive model, on a block or on a layer."
+                    "would not call, as it runs the blocks alone; put it on the adaptive model, a block or a layer."
                 )
 
     @cached_property
