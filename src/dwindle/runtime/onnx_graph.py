@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
@@ -68,9 +69,12 @@ def onnx_model(recorded: Any, names: Sequence[str], outputs: Sequence[str], fixe
 
     made: Any = None
     if _without_writes(recorded):
+        whole = copy.deepcopy(recorded.graph)
         with suppress(torch.onnx.OnnxExporterError):
             made = _translated(_taken_as_it_is(recorded), names, outputs)
         del recorded.run_decompositions
+        if made is None:
+            recorded.graph_module.graph = whole
     if made is None:
         made = _taken_apart(recorded, names, outputs)
 
@@ -148,6 +152,7 @@ def _translations() -> dict[Any, Callable]:
         aten.__and__.Tensor: _and,
         aten.__or__.Tensor: _or,
         aten.nan_to_num.default: _nan_to_num,
+        aten._upsample_bicubic2d_aa.vec: _resampled,
     }
 
 
@@ -221,6 +226,18 @@ def _nan_to_num(x: Any, nan: float | None = None, posinf: float | None = None, n
     for where, value in zip(found, wanted):
         x = op.Where(where, op.Constant(value_float=value), x)
     return x
+
+
+def _resampled(
+    x: Any, output_size: Sequence[int] | None, align_corners: bool = False, scale_factors: Any = None
+) -> Any:
+    """Position embeddings at another image size, as timm makes them."""
+    from onnxscript import opset20 as op
+
+    if output_size is None or align_corners:
+        raise NotImplementedError("resampling by a factor, or of corners")
+    sizes = op.Concat(op.Shape(x, start=0, end=2), op.Constant(value_ints=list(output_size)), axis=0)
+    return op.Resize(x, None, None, sizes, mode="cubic", antialias=1, cubic_coeff_a=-0.5)
 
 
 def _attention(

@@ -99,7 +99,7 @@ class AdaPerceiver(Network):
             check_finite(out.logits, images, self)
         return out
 
-    def prepare(self) -> PreparedPerceiver:
+    def prepare(self, images: int | None = None, details: bool = False) -> PreparedPerceiver:
         """A copy for weights that stay, which answers as this machine computes fastest: `fast = model.prepare()`.
 
         What happens to this network afterwards does not reach it: prepare again after training.
