@@ -236,7 +236,8 @@ def _resampled(
 
     if output_size is None or align_corners:
         raise NotImplementedError("resampling by a factor, or of corners")
-    sizes = op.Concat(op.Shape(x, start=0, end=2), op.Constant(value_ints=list(output_size)), axis=0)
+    side: Any = op.Constant(value_ints=list(output_size))
+    sizes: Any = op.Concat(op.Shape(x, start=0, end=2), side, axis=0)
     return op.Resize(x, None, None, sizes, mode="cubic", antialias=1, cubic_coeff_a=-0.5)
 
 

@@ -85,11 +85,13 @@ class PreparedViT(Prepared):
     def __call__(self, images: Tensor, depths: Tensor | None = None, operating_point: Tensor | None = None) -> Output:
         """As the model's own forward in eval."""
         model: AdaptiveViT = self._model
-        model.check_images(images)
+        recorded = self._engine is not None and not watched_everywhere()
+        if not recorded or not isinstance(images, Tensor):
+            model.check_images(images)  # of sizes it has recorded, the engine knows
         self._check_place(images)
         if depths is None:
             model.method.tell_unready()
-        if self._engine is not None and not watched_everywhere():
+        if self._engine is not None and recorded:
             return self._engine(images, depths, operating_point)
         out = None if self._graphs is None else self._graphs(images, depths, operating_point)
         if out is None:

@@ -38,16 +38,19 @@ class Engine(Keeper["AdaptiveViT"]):
         self._ready = prepared(model)
 
     def __call__(self, images: Tensor, depths: Tensor | None = None, operating_point: Tensor | None = None) -> Output:
-        size, setting = self._size(images, depths, operating_point), self._setting()
+        size = self._size(images, depths, operating_point)
         known = self._paths.get(size)
-        if known is None or known[0] != setting:
+        out = None if known is None else known[1](images, depths, operating_point)
+        # The rest is asked while the GPU is at work. An answer by settings that are no longer so is given up.
+        setting = self._setting()
+        if out is None or known is None or known[0] != setting:
             self.model.check_images(images)
             known = self._paths[size] = setting, self._made(images, depths, operating_point)
             if len(self._paths) > GRAPHS:
                 self._paths.popitem(last=False)
+            out = known[1](images, depths, operating_point)
         self._paths.move_to_end(size)
         path = known[1]
-        out = path(images, depths, operating_point)
         if isinstance(path, Recording) and self.model.checks and not path.finite():
             self.model.check_logits(out.logits, images)
         return out
