@@ -20,7 +20,6 @@ ROOMS = (
     ("runtime",),
     ("tasks",),
     ("evaluate",),
-    ("tasks",),
     ("train",),
     ("show",),
     ("experiments",),

@@ -13,6 +13,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import dwindle
+from dwindle.core.backbone import backbone_of
+from dwindle.core.heads import PatchHead
 from dwindle.methods import Method
 from dwindle.methods.act import ACT
 from dwindle.methods.confidence import Confidence
@@ -156,15 +158,19 @@ def part(model: dwindle.AdaptiveViT) -> None:
     method.threshold = sign * float(values[best] + values[best + 1]) / 2
 
 
-def build(backbone: str, method: Method, dtype: torch.dtype = torch.float32, seed: int = 0) -> dwindle.AdaptiveViT:
-    """An adapted tiny model with weights large enough that tokens differ, in eval mode."""
+def build(
+    backbone: str, method: Method, dtype: torch.dtype = torch.float32, seed: int = 0, outputs: int | None = None
+) -> dwindle.AdaptiveViT:
+    """An adapted tiny model with weights large enough that tokens differ, in eval mode. outputs: with a head for
+    patches that gives so many numbers."""
     torch.manual_seed(seed)
     vit = BACKBONES[backbone]()
+    head = None if outputs is None else PatchHead(backbone_of(vit).shape.width, outputs)
     for name, value in vit.named_parameters():
         nn.init.normal_(value, std=0.3 if value.dim() > 1 else 0.1)
         if value.dim() == 1 and "norm" in name and "weight" in name:
             nn.init.ones_(value)
-    model = dwindle.adapt(vit, method).to(dtype).eval()
+    model = dwindle.adapt(vit, method, head).to(dtype).eval()
     for name, value in model.method.named_parameters():
         if "planner" in name or "predictor" in name:
             nn.init.normal_(value, std=0.5)

@@ -11,7 +11,7 @@ from torch import Tensor
 import dwindle
 from dwindle.recipes.vision import tiny_test
 from dwindle.tasks.base import Task
-from dwindle.tasks.classify import Classify
+from dwindle.tasks.images import ImageTask
 from dwindle.train.loop import Run
 from dwindle.train.recipe import changed
 
@@ -38,14 +38,15 @@ def ordered(monkeypatch):
     """Classes in an order: one number is learnt, and how far it is off is what counts."""
     monkeypatch.setattr(Task, "registry", dict(Task.registry))
 
-    class Ordered(Classify, name="ordered"):
-        @staticmethod
-        def loss(logits: Tensor, y: Tensor) -> Tensor:
-            return (logits.float().mean(-1) - y) ** 2
+    class Ordered(ImageTask, name="ordered"):
+        answers = "numbers"
+
+        def loss(self, answers: Tensor, targets: Tensor) -> Tensor:
+            return (answers.float().mean(-1) - targets) ** 2
 
         @staticmethod
-        def measure(logits: Tensor, y: Tensor) -> dict[str, Tensor]:
-            return {"error": (logits.float().mean(-1) - y).abs()}
+        def measure(answers: Tensor, targets: Tensor) -> dict[str, Tensor]:
+            return {"error": (answers.float().mean(-1) - targets).abs()}
 
     return Ordered
 

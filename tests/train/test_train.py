@@ -279,7 +279,7 @@ def test_answers_beyond_the_room_are_asked_again():
 def test_typical_images_are_as_in_evaluation(data, tmp_path, resident, monkeypatch):
     run = Run(small(resident=resident), data, tmp_path / "run", device="cpu")
     assert run.task.typical(40).shape == (40, 3, 32, 32)  # a small set: half as in evaluation, half augmented
-    monkeypatch.setattr("dwindle.tasks.classify.LARGE", 1)
+    monkeypatch.setattr("dwindle.tasks.images.LARGE", 1)
     clean = run.task.typical(32)
     run.task.train_images.transform = run.task.preprocess.eval_transform()
     known = torch.stack([run.task.train_images[i][0] for i in range(len(run.task.train_images))])

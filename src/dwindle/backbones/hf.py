@@ -127,8 +127,18 @@ class HuggingFaceViT(Backbone):
             return (by_class + by_teacher) / 2
         return vit.classifier(self.tower.layernorm(stream_BND[:, 0]))
 
+    def normed(self, stream_BND: Tensor) -> Tensor:
+        return self.tower.layernorm(stream_BND)
+
+    def reset_head(self, classes: int) -> None:
+        vit: Any = self.vit
+        vit.config.num_labels = vit.num_labels = classes
+        for name, module in list(vit.named_children()):
+            if isinstance(module, nn.Linear):
+                setattr(vit, name, nn.Linear(module.in_features, classes))
+
     @property
-    def front(self) -> int | None:
+    def read_first(self) -> int | None:
         return None if self.is_dino else self.shape.prefix
 
     @property

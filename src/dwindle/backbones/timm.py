@@ -103,10 +103,16 @@ class TimmViT(Backbone):
         return vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
 
     def readout(self, stream_BND: Tensor) -> Tensor:
-        return self.vit.forward_head(self.vit.norm(stream_BND[:, : self.front]))  # who is not read needs no norm
+        return self.vit.forward_head(self.vit.norm(stream_BND[:, : self.read_first]))  # who is not read needs no norm
+
+    def normed(self, stream_BND: Tensor) -> Tensor:
+        return self.vit.norm(stream_BND)
+
+    def reset_head(self, classes: int) -> None:
+        self.vit.reset_classifier(classes)
 
     @property
-    def front(self) -> int | None:
+    def read_first(self) -> int | None:
         return self.vit.num_prefix_tokens if self.vit.global_pool == "token" else None
 
     @property

@@ -7,7 +7,7 @@ right without being known here. `run.py` says what is caught while a block runs 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import DwindleError
 from ..ops.int8 import Int8Linear
+from .heads import PatchHead
 from .registry import discover
 from .run import OURS, Run, attention_forward, catch_probe, compiled_now, drop_per_image, is_drop_path
 from .tokens import Probe, Tokens
@@ -128,6 +129,7 @@ class Backbone:
     family: ClassVar[str]
     any_size: bool = False  # accepts images of other sizes than the one it was built for
     described: dict[str, Any] | None = None  # what `describe` said before layers were exchanged
+    head: PatchHead | None = None  # answers in the place of the family's own head
 
     def __init_subclass__(cls) -> None:
         cls.families.append(cls)
@@ -162,9 +164,13 @@ class Backbone:
         """(B, N, D) -> logits."""
         raise NotImplementedError
 
+    def normed(self, stream_BND: Tensor) -> Tensor:
+        """(B, N, D): the states after the family's last norm, as its features are."""
+        raise NotImplementedError
+
     @property
-    def front(self) -> int | None:
-        """The readout looks at the first so many tokens; None: at all."""
+    def read_first(self) -> int | None:
+        """`readout` looks at the first so many tokens; None: at all."""
         return None
 
     def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,9 +192,12 @@ class Backbone:
     @property
     def shape(self) -> Shape:
         """In numbers, as the model is now: heads and image sizes may be changed under us."""
-        key = self.changeable
+        key = (*self.changeable, id(self.head))
         if self._shape is None or self._shape[0] != key:
-            self._shape = (key, self.measure())
+            found, head = self.measure(), self.head
+            if head is not None:
+                found = replace(found, classes=head.outputs, image_macs=0, pool_macs=head.macs)
+            self._shape = (key, found)
         return self._shape[1]
 
     @property
@@ -211,7 +220,23 @@ class Backbone:
     def rebuild(described: dict[str, Any]) -> nn.Module:
         raise NotImplementedError
 
+    def reset_head(self, classes: int) -> None:
+        """A new head of the family's own, for so many classes."""
+        raise NotImplementedError
+
     # What all families share.
+    def logits(self, stream_BND: Tensor) -> Tensor:
+        """The answer: the family's (B, classes), or of a head for patches (B, P, outputs)."""
+        if self.head is None:
+            return self.readout(stream_BND)
+        patches: Tensor = self.head(self.normed(stream_BND)[:, self.shape.prefix :])
+        return patches
+
+    @property
+    def front(self) -> int | None:
+        """The answer looks at the first so many tokens; None: at all."""
+        return self.read_first if self.head is None else None
+
     def install(self) -> None:
         """Make the wrapped model's blocks listen for tokens. Without a run in progress they behave as before."""
         attentions = [self.attention(block) for block in self.blocks]

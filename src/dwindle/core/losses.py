@@ -1,4 +1,4 @@
-"""Losses that all models share. Each is one number per answer; who weighs them takes the mean.
+"""Losses that all models share, one number per answer. The caller weighs and averages them.
 
 B images, C classes, P patches, D width; `...` are several answers to one image, such as one per depth.
 """
@@ -30,8 +30,8 @@ def distill_loss(logits: Tensor, teacher_logits: Tensor, kind: str = "soft", tem
 
 
 def feature_loss(features: Tensor, wanted: Tensor) -> Tensor:
-    """(S,) of features (S, B, P, D): 0.9 of 1 - cosine and 0.1 of smooth L1, means over images and patches."""
+    """(..., B) of features (..., B, P, D): 0.9 of 1 - cosine and 0.1 of smooth L1, means over patches."""
     wanted = wanted.float().expand_as(features)
     cosine = 1 - F.cosine_similarity(features.float(), wanted, dim=-1)
     size = F.smooth_l1_loss(features.float(), wanted, reduction="none").mean(-1)
-    return (COSINE * cosine + MAGNITUDE * size).flatten(1).mean(-1)
+    return (COSINE * cosine + MAGNITUDE * size).mean(-1)

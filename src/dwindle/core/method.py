@@ -1,6 +1,6 @@
 """Method and Verdict: how a paper's idea tells the loop which tokens go on.
 
-A method is one file in this folder. It is found by itself; nothing else needs an edit.
+A method is one file in `dwindle/methods`. It is found by itself; nothing else needs an edit.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Method(nn.Module):
     renamed: ClassVar[dict[str, str]] = {}  # options as older checkpoints call them, and what they are called
     per_image_point: bool = False  # it reads `operating_value`, so each image of a batch may have its own
     keeps_prefix: bool = False  # all prefix tokens go on to the end, unless other depths are forced
+    judges_answers: ClassVar[bool] = False  # it decides by the class probabilities so far
     asks_attention: bool = False  # its losses read the teacher's attention
     asks_features: bool = False  # and its features
     needs_training: ClassVar[bool] = True  # its decisions mean nothing before it has been trained

@@ -14,6 +14,7 @@ from ..errors import DwindleError, unknown
 from ..ops.patches import cutting
 from .backbone import Backbone, backbone_of
 from .cost import static_macs, trace_macs
+from .heads import PatchHead
 from .losses import DISTILLATIONS, distill_loss, label_loss
 from .masked import Masked
 from .method import Method
@@ -33,7 +34,7 @@ LAYOUTS: dict[str, type[Masked] | type[Packed]] = {"masked": Masked, "packed": P
 class Output:
     """What a model says of a batch. Also read as `out["logits"]`, and as the tuple (loss, logits), or (logits,)."""
 
-    logits: Tensor  # (B, classes)
+    logits: Tensor  # (B, classes); of a head for patches (B, P, outputs)
     trace: Trace
     features: Tensor  # (B, N, D): every token, at the depth where it stopped
     loss: Tensor | None = None  # where labels were given
@@ -52,9 +53,16 @@ class Output:
 class AdaptiveViT(nn.Module):
     """A vision transformer (`vit`, its weights and keys untouched) and the method that says which tokens go on."""
 
-    def __init__(self, vit: nn.Module, method: Method) -> None:
+    def __init__(self, vit: nn.Module, method: Method, dense_head: PatchHead | None = None) -> None:
+        """dense_head: answers for each patch, in the place of the model's own head."""
         super().__init__()
         self.backbone: Backbone = backbone_of(vit)
+        self.dense_head = self.backbone.head = dense_head
+        if dense_head is not None and method.judges_answers:
+            raise DwindleError(
+                f"{type(method).__name__} stops an image when its class is clear, and a head for patches tells no "
+                "class; take a method that stops tokens, such as AHT or ToMe."
+            )
         method.bind(self.backbone.shape)
         self.vit = vit
         self.method = method
@@ -109,7 +117,7 @@ class AdaptiveViT(nn.Module):
         shape = self.backbone.shape
         with cutting(images):
             embedded = self.backbone.embed(images)
-        tokens = start(embedded, shape.prefix).changed(reader=self.backbone.readout, compiling=compiled_now())
+        tokens = start(embedded, shape.prefix).changed(reader=self.backbone.logits, compiling=compiled_now())
         if depths is not None:
             if tuple(depths.shape) != tuple(tokens.shape):
                 wanted = " x ".join(map(str, tokens.shape))
@@ -131,7 +139,7 @@ class AdaptiveViT(nn.Module):
             if tokens.empty:
                 break
         features = tokens.stream()
-        return Output(self.backbone.readout(features), trace, features)
+        return Output(self.backbone.logits(features), trace, features)
 
     @property
     def classes(self) -> int:
@@ -191,11 +199,15 @@ class AdaptiveViT(nn.Module):
         distill: str = "soft",
         temperature: float = 1.0,
         label_smoothing: float = 0.0,
+        answers: Tensor | None = None,
         task_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        teacher_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """The loss terms, unweighted.
 
-        task_loss: of logits (B, C) and targets, a number per image; None: the cross-entropy with labels.
+        answers: (B, ...) what the task reads of the model; None: its logits.
+        task_loss: of answers and targets, a number per image; None: the cross-entropy with labels.
+        teacher_loss: of answers and the teacher's, a number per image; None: what `distill` says.
 
         distill: 'soft', KL(teacher || student); 'hard', cross-entropy with the teacher's answer; 'token', the same on
         the distillation token's own head, while the class token's learns from the labels (DeiT).
@@ -203,9 +215,12 @@ class AdaptiveViT(nn.Module):
         if task_loss is None:
             self._check_labels(labels, out.logits)
             task_loss = partial(label_loss, smoothing=label_smoothing)
-        if distill not in DISTILLATIONS:
-            raise unknown("distillation", distill, DISTILLATIONS)
-        answers, heads = [out.logits], (out.logits, out.logits)
+        if teacher_loss is None:
+            if distill not in DISTILLATIONS:
+                raise unknown("distillation", distill, DISTILLATIONS)
+            teacher_loss = partial(distill_loss, kind=distill, temperature=temperature)
+        read = [out.logits if answers is None else answers]
+        heads = (out.logits, out.logits)
         weights = self.method.exit_weights(out.trace)
         if weights is not None and teacher is not None and distill == "token":
             raise DwindleError(
@@ -213,21 +228,33 @@ class AdaptiveViT(nn.Module):
                 "once; distil with distill='soft' or 'hard'."
             )
         if weights is not None:
-            answers = out.trace.exits
+            read = self._exits(out, answers)
         elif teacher is not None and distill == "token":
             heads = self.backbone.answers(out.features)
-            answers = [heads[0]]
+            read = [heads[0]]
 
         def mean(loss: Callable[[Tensor], Tensor], answers: list[Tensor]) -> Tensor:
             """Of a loss per image, over images, and over depths where each has an answer of its own."""
             losses = torch.stack([loss(answer) for answer in answers])
             return (losses if weights is None else weights[: len(losses)] * losses).sum(0).mean()
 
-        terms = {"task": mean(lambda a: task_loss(a, labels), answers)}
-        if teacher is not None:
-            taught, said = ([heads[1]] if distill == "token" else answers), teacher.logits
-            terms["distill"] = mean(lambda a: distill_loss(a, said, distill, temperature), taught)
+        terms = {"task": mean(lambda a: task_loss(a, labels), read)}
+        if teacher is not None and teacher.logits is not None:
+            taught = [heads[1]] if distill == "token" else read
+            terms["distill"] = mean(lambda a: teacher_loss(a, teacher.logits), taught)
         return terms | self.method.losses(out, teacher)
+
+    def _exits(self, out: Output, answers: Tensor | None) -> list[Tensor]:
+        if answers is not None:
+            raise DwindleError(
+                f"{type(self.method).__name__} learns from the logits of every depth, and this task reads something "
+                "else of the model; take a method that answers once."
+            )
+        return out.trace.exits
+
+    def states(self, out: Output) -> Tensor:
+        """(B, N, D): the features as the wrapped model gives them, after its last norm."""
+        return self.backbone.normed(out.features)
 
     def _check_labels(self, labels: Tensor, logits: Tensor) -> None:
         images, classes = logits.shape
@@ -361,10 +388,13 @@ def check_dtype(images: Tensor, weights: torch.dtype) -> None:
         raise DwindleError(f"The images are {images.dtype}, the weights {weights}; convert one: images.to({weights}).")
 
 
-def adapt(vit: nn.Module, method: Method) -> AdaptiveViT:
-    """Make a vision transformer adaptive: `adapt(timm.create_model("deit_small_patch16_224"), AHT())`."""
+def adapt(vit: nn.Module, method: Method, dense_head: PatchHead | None = None) -> AdaptiveViT:
+    """Make a vision transformer adaptive: `adapt(timm.create_model("deit_small_patch16_224"), AHT())`.
+
+    dense_head: answers for each patch, in the place of the model's own head.
+    """
     if isinstance(vit, AdaptiveViT):
         raise DwindleError("This model is adaptive already; unwrap() it first to adapt it with another method.")
     if not isinstance(method, Method):
         raise DwindleError(f"{method!r} is no method; pass an instance such as AHT() (see `dwindle methods`).")
-    return AdaptiveViT(vit, method)
+    return AdaptiveViT(vit, method, dense_head)

@@ -69,7 +69,8 @@ class Packed(Tokens):
             parts = rows.split(self.lengths)
             return torch.stack([part.mean(0) if len(part) else part.new_zeros(part.shape[1:]) for part in parts])
         count = torch.tensor([max(length, 1) for length in self.lengths], device=rows.device)
-        return self.image_sum(rows) / count[:, None]
+        total = self.image_sum(rows)
+        return total / count.view(-1, *[1] * (total.dim() - 1))
 
     def rank(self, score: Tensor) -> Tensor:
         order = score.argsort(dim=-1, descending=True, stable=True)

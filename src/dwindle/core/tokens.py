@@ -125,9 +125,10 @@ class Tokens:
         raise NotImplementedError
 
     def image_mean(self, rows: Tensor) -> Tensor:
-        """(B, D): mean over the live tokens of each image; 0 for an image with none."""
-        count = self.image_sum(torch.ones_like(rows[..., 0]))
-        return self.image_sum(rows) / count.clamp_min(1)[:, None]
+        """(B, ...): mean over the live tokens of each image; 0 for an image with none."""
+        total = self.image_sum(rows)
+        count = self.image_sum(self.numbers(1.0).to(rows.dtype)).clamp_min(1)
+        return total / count.view(-1, *[1] * (total.dim() - 1))
 
     def rank(self, score: Tensor) -> Tensor:
         """0, 1, 2... in its image for the live row of the highest score, the next... Of equals the first is first."""

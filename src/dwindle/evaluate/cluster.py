@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.model import AdaptiveViT
 from ..errors import DwindleError
-from ..io.checkpoint import load_as
 from ..io.classes import class_names
 from ..io.images import load_image, preprocess_of
+from ..tasks.classify import load_classifier
 from .predict import classify
 
 
@@ -30,7 +29,7 @@ class Classify:
 
     def __init__(self, checkpoint: str | os.PathLike, column: str = "bytes", device: str | None = None) -> None:
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.model, self.column = load_as(AdaptiveViT, checkpoint).to(self.device), column
+        self.model, self.column = load_classifier(checkpoint).to(self.device), column
         self.fast = self.model.prepare()
         self.transform, self.names = preprocess_of(self.model).eval_transform(), class_names(self.model)
 

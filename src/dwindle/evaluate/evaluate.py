@@ -17,9 +17,15 @@ from ..core.model import AdaptiveViT, Output
 from ..errors import DwindleError
 from ..runtime.dtypes import dtype_of
 from ..runtime.prepared import Prepared, quickest
+from ..tasks.base import Task
+from ..tasks.classify import Classify
 
 Batches = Iterable[tuple[Tensor, Tensor]]
-Measure = Callable[[Tensor, Tensor], dict[str, Tensor]]  # (B, C) logits and targets -> (B,) by name
+Read = Callable[[AdaptiveViT, Output], Tensor]
+
+
+def logits(model: AdaptiveViT, out: Output) -> Tensor:
+    return out.logits
 
 
 def evaluate(
@@ -31,12 +37,12 @@ def evaluate(
     progress: Callable[[int], None] | None = None,
     lockstep: bool = False,
     ask: Callable[[Callable[..., Output], Tensor], Output] | None = None,
-    measure: Measure | None = None,
+    task: Task | type[Task] = Classify,
+    read: Read = logits,
 ) -> dict[str, float]:
     """Every image counts once. images_per_s is the model alone, at its median batch: loading and moving images is not
     in it, nor what the first batch compiles. layout: 'packed', by a prepared copy of the model, or 'masked'. ask: a
-    call of that copy with other settings. measure: what a task makes of logits and targets, one number per image and
-    name, in place of `accuracy`.
+    call of that copy with other settings. task: measures answers, which `read` finds in what the model gives.
 
     Of several processes each gives its own batches, and all get the result for all. lockstep: they must run the same
     number of times (sharded weights); who has no images left runs on a blank one, uncounted.
@@ -45,20 +51,21 @@ def evaluate(
     model.eval().to(place)
     # Sharded weights come together block by block, and only in the model itself.
     own = layout != "packed" or lockstep
-    call: Callable[..., Output] = partial(model, layout=layout) if own else quickest(model, _count(batches))
+    details = read is not logits
+    call: Callable[..., Output] = partial(model, layout=layout) if own else quickest(model, _count(batches), details)
     asked = call if ask is None else partial(ask, call)
     # Sharded weights are gathered into tensors that training goes on with, which inference mode would spoil.
     with torch.no_grad() if lockstep else torch.inference_mode():
         given = _in_step(batches, model) if lockstep else batches
-        sums = _sums(model, given, asked, place, measure or accuracy, progress)
+        sums = _sums(model, given, asked, place, task, read, progress)
     model.train(training)
     found, *counts = zip(*ranks.gathered(sums))
     images, macs, depth, speed = map(sum, counts)
     if not images:
         raise DwindleError("There are no images to evaluate: the data set is empty; give another.")
     names = list(dict.fromkeys(name for part in found for name in part))
-    means = {name: round(sum(part.get(name, 0.0) for part in found) / images, 3) for name in names}
-    return means | {
+    totals = {name: torch.stack([part[name] for part in found if name in part]).sum(0) for name in names}
+    return task.summary(totals, images) | {
         "gmacs": round(macs / images / 1e9, 4),
         "gmacs_static": round(model.static_macs() / 1e9, 4),
         "depth": round(depth / images, 3),
@@ -75,22 +82,17 @@ def _count(batches: Batches) -> int | None:
     return len(data) if hasattr(data, "__len__") else None
 
 
-def accuracy(logits: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """In percent: whether the likeliest class is the right one, and whether one of the five likeliest is."""
-    best = logits.topk(min(5, logits.shape[-1])).indices == y[:, None]
-    return {"top1": 100.0 * best[:, 0].double(), "top5": 100.0 * best.any(-1).double()}
-
-
 def _sums(
     model: AdaptiveViT,
     batches: Batches,
     ask: Callable[[Tensor], Output],
     place: torch.device,
-    measure: Measure,
+    task: Task | type[Task],
+    read: Read,
     progress: Callable[[int], None] | None,
-) -> tuple[dict[str, float], int, float, float, float]:
+) -> tuple[dict[str, Tensor], int, float, float, float]:
     """Over this process's images: what was measured, images, MACs, mean depths, images a second."""
-    found: dict[str, float] = {}
+    found: dict[str, Tensor] = {}
     images, macs, depth = 0, 0.0, 0.0
     spent, number = [], dtype_of(model)
     for x, y in batches:
@@ -102,8 +104,9 @@ def _sums(
         if not len(y):
             continue
         spent.append((time.perf_counter() - begin) / len(y))
-        for name, value in measure(out.logits, y).items():
-            found[name] = found.get(name, 0.0) + float(value.sum())
+        for name, values in task.measure(read(model, out), y).items():
+            total = values.sum(0).double().cpu()
+            found[name] = found[name] + total if name in found else total
         macs += model.macs(out.trace).sum().item()
         depth += out.trace.mean_depth.sum().item()
         images += len(y)

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..core.model import AdaptiveViT, Output
 from ..errors import DwindleError
 from ..files import draft, write_text
-from ..io.checkpoint import WEIGHTS, find, load_as
+from ..io.checkpoint import WEIGHTS, find
 from ..io.classes import class_names, known_classes
 from ..io.config import CONFIG
 from ..io.datasets import Images, Parquet, from_file, matched, open_data, relabelled
@@ -33,6 +33,7 @@ from ..io.folders import image_files
 from ..io.images import preprocess_of
 from ..runtime.dtypes import check_runs, converted, dtype_of
 from ..runtime.prepared import quickest
+from ..tasks.classify import load_classifier
 
 PART = 2048  # rows; what a kill can cost
 TOP = 5
@@ -66,7 +67,7 @@ def predict(
     if limit is not None:
         images = images.select(np.arange(min(limit, len(images))))
     task = Parts(path, len(images), part, _identity(checkpoint, data, images, dtype))
-    model = load_as(AdaptiveViT, checkpoint)
+    model = load_classifier(checkpoint)
     about, labels = _labels(model, images)
     if task.finished():
         return task.summary() | about | {"done_before": len(images)}

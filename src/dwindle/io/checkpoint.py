@@ -1,7 +1,8 @@
 """Checkpoints: a folder (or Hub repository) of `config.json` and `model.safetensors`. Loading never runs code from it.
 
 The weights keep their names: those of the ViT as timm or Hugging Face call them, those of the method behind
-"method.". With `what="method"` only the latter are saved, to be put beside an untouched ViT.
+"method.", those of a head for patches behind "dense_head.". With `what="method"` only what was added is saved, to be
+put beside an untouched ViT.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .config import CONFIG, FORMAT, OTHER_VERSION, SAVED, check_extra, read_conf
 from .download import fetched, is_hub_id
 
 WEIGHTS = "model.safetensors"
+ADDED = ("method.", "dense_head.")  # what the names of weights begin with that the wrapped model does not have
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -61,7 +63,7 @@ def save(
     }
     check_extra(config["extra"])
     state = plain_names(model.state_dict() if weights is None else weights)
-    chosen = {name: value for name, value in state.items() if what == "all" or name.startswith("method.")}
+    chosen = {name: value for name, value in state.items() if what == "all" or name.startswith(ADDED)}
     stored = {name.removeprefix("vit."): _storable(value, half) for name, value in chosen.items()}
     signed(config)  # what is no JSON is refused before anything is written
     with scratch(folder) as place:

@@ -39,6 +39,7 @@ class Config(TypedDict, total=False):
     library: str
     backbone: Backbone
     method: Method
+    head: dict[str, Any]  # of one for patches
     saved: Literal["all", "method"]
     weights: Word  # 'float' or 'int8'
     extra: dict[str, Any]
@@ -54,6 +55,7 @@ class Extra(TypedDict, total=False):
     classes: list[str] | None
     data: dict[str, Any]
     recipe: dict[str, Any]
+    task: dict[str, Any]
     results: dict[str, Any]
     vocabulary: str | None
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -244,14 +244,23 @@ class Images(Dataset):
             order = order[np.argsort(self.source.windows(self.rows, generator)[order], kind="stable")]
         return order
 
-    def select(self, indices: np.ndarray | slice) -> Images:
+    def with_transform(self, transform: Transform) -> Self:
+        """The same images, transformed; corrupt ones are noted for both."""
+        made = copy.copy(self)
+        made.transform = transform
+        return made
+
+    def select(self, indices: np.ndarray | slice) -> Self:
         """A view on some of the images; classes stay those of the whole."""
         part = copy.copy(self)
         part.rows, part.labels, part.corrupt = self.rows[indices], self.labels[indices], {}
         return part
 
 
-def limit(images: Images, n: int, seed: int | None = None) -> Images:
+Some = TypeVar("Some", bound=Images)
+
+
+def limit(images: Some, n: int, seed: int | None = None) -> Some:
     """The first n images, or n drawn at random with `seed`; all of them when there are fewer."""
     if n < 1:
         raise DwindleError(f"Cannot limit '{images.name}' to {n} images; give a positive number.")

@@ -27,6 +27,7 @@ class PonderNet(Method):
 
     paper = "PonderNet: Learning to Ponder, 2021"
     per_image_point = True
+    judges_answers = True
 
     def __init__(
         self,

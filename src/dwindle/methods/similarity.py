@@ -28,6 +28,7 @@ class Similarity(Method):
 
     paper = "similarity gauging, as compared with in A-ViT, 2022"
     per_image_point = True
+    judges_answers = True
 
     def __init__(
         self,

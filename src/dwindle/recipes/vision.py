@@ -7,7 +7,6 @@ import dataclasses
 from typing import Any
 
 from ..models.adaperceiver.compare import AdaComparison
-from ..models.adaperceiver.dense import DenseRecipe
 from ..models.adaperceiver.recipe import AdaRecipe
 from ..models.vit.compare import Comparison, Entry
 from ..train.recipe import Recipe
@@ -202,8 +201,19 @@ def ada_segment() -> Recipe:
 
     dwindle train ada_segment --data DATA/ade20k --out runs/ada_segment --set weights=ADA --set freeze_backbone=true \\
         --set "method.tokens=(32,64,96)" --set method.mask=open
+
+    Token loss only, on images cut and flipped together with their targets.
     """
-    return DenseRecipe(epochs=40, batch=16, lr=5e-4, weight_decay=0.1, clip=3.0, ema=0.9995)
+    return AdaRecipe(
+        task="segmentation",
+        stages=(1.0, 0.0, 0.0),
+        epochs=40,
+        batch=16,
+        lr=5e-4,
+        weight_decay=0.1,
+        clip=3.0,
+        ema=0.9995,
+    )
 
 
 def ada_tiny_test() -> Recipe:

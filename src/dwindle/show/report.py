@@ -32,13 +32,14 @@ from ..evaluate.analysis import (
     sweep,
 )
 from ..files import check_folder, write_text
-from ..io.checkpoint import family_at, find, load_as
+from ..io.checkpoint import family_at, find
 from ..io.classes import class_names, known_classes
 from ..io.config import read_config
 from ..io.datasets import Images
 from ..io.images import preprocess_of
 from ..io.sets import evaluation_images
 from ..methods.static import Static
+from ..tasks.classify import load_classifier
 from . import figures as charts
 from .drawing import save_figure
 
@@ -75,8 +76,8 @@ def report(
     static = next((f for f in folders[1:] if read_config(f)["method"]["name"] == Static.__name__), None)
     if other := next((folder for folder in folders if family_at(folder) is not family_at(folders[0])), None):
         raise DwindleError(f"{other} is {family_at(other).one}, and {run} is none; lay runs of one kind side by side.")
-    model = load_as(AdaptiveViT, folders[0])
-    rival = load_as(AdaptiveViT, static) if static else model
+    model = load_classifier(folders[0])
+    rival = load_classifier(static) if static else model
     images = evaluation_images(model, data or _own_data(model, folders[0]), limit)
     if not len(images):
         raise DwindleError(f"'{images.name}' holds no images to report on; choose another --data.")

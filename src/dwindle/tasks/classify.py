@@ -1,249 +1,50 @@
-"""Images and their classes: opened, numbered as the head numbers them, augmented and served in batches."""
+"""Which class does an image show?"""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+import os
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from ..core import processes as ranks
+from ..core.losses import distill_loss, label_loss
+from ..core.model import AdaptiveViT
 from ..errors import DwindleError
-from ..files import write_text
-from ..io.augment import Augment
-from ..io.batches import CROP_PCT, RESAMPLED, Resident, loader
-from ..io.checkpoint import find, shipped
-from ..io.classes import by_name, imagenet_names
-from ..io.config import read_config
-from ..io.datasets import Images, check_labels, in_order, matched
-from ..io.datasets import limit as first
-from ..io.draws import seeded
-from ..io.images import Preprocess
-from ..io.sets import training_and_evaluation
-from .base import Source, Task
-
-CORRUPT = "corrupt.jsonl"
-LARGE = 10_000  # training images; fewer are learnt by heart
-DECODED = 100_000  # images, at most, that are decoded onto the device
+from ..io.checkpoint import load_as
+from .base import check_answers
+from .images import ImageTask
 
 
-class Classify(Task, name="classify"):
-    """`fit(preprocess)` is called once the model's size is known."""
+class Classify(ImageTask, name="classify"):
+    """Cross-entropy with labels and a teacher's answers; accuracy."""
 
-    train_images: Images
-    eval_images: Images
-    # A task that learns other targets than classes says so here. loss: of logits (..., B, C) and targets, (..., B);
-    # None: the cross-entropy with labels. measure: of logits (B, C) and targets, (B,) numbers by name; None: accuracy.
-    loss: Any = None
-    measure: Any = None
-    preprocess: Preprocess
-    resident: dict[str, Resident] | None = None
-    mixup: Any = None
-    compiled = False  # whether augmentation on the device is compiled
+    answers = "classes"
+    distils = True
 
-    def __init__(self, recipe: Any, source: Source, device: torch.device) -> None:
-        super().__init__(recipe, source, device)
-        self.halves = recipe.halves(device)
-        self.data: dict[str, Any] = {"train": source.data, "eval": source.eval_data or source.data}
-        self.holdout = {}
-        self.head_fits = True  # whether the weights' head has the data's classes
-        self._open()
-
-    def _open(self) -> None:
-        """The images, numbered as the weights' head numbers its classes where it has the same."""
-        recipe, data, eval_data = self.recipe, self.data["train"], self.source.eval_data
-        if self.source.opened is not None:
-            train, held = self.source.opened
-        else:
-            train, held, self.holdout = training_and_evaluation(data, eval_data, recipe.holdout)
-        check_labels(train.labels, train.num_classes)
-        if held.classes != train.classes or (eval_data not in (None, data) and train.classes is None):
-            held = matched(held, train.classes, train.num_classes, "the training data")
-        check_labels(held.labels, train.num_classes)
-        known = weights_classes(recipe.weights, train)
-        self.head_fits = known is None or train.classes is None or by_name(train.classes, known).both == len(known)
-        if known is not None and self.head_fits:
-            train, held = in_order(train, known), in_order(held, known)
-        for images in (train, held):
-            images.skip = recipe.skip_corrupt
-        limit = self.source.limit
-        parts = (train, held) if limit is None else (first(train, limit), first(held, limit))
-        self.train_images, self.eval_images = parts
-
-    @property
-    def images(self) -> tuple[Images, Images]:
-        return self.train_images, self.eval_images
-
-    @property
-    def classes(self) -> int:
-        return self.train_images.num_classes
-
-    def fit(self, preprocess: Preprocess) -> None:
-        """Prepare images as the model wants them, decode them where they stay on the device, and count the steps."""
-        self.preprocess = whole_if_small(preprocess, self.train_images)
-        self.resident = self.source.resident or self._decoded()
-        for images, store in zip(self.images, (self.resident or {}).values()):
-            images.corrupt |= store.corrupt
-        self._count_steps(pairs=bool(self.recipe.mixup or self.recipe.cutmix))
-        if self.recipe.mixup or self.recipe.cutmix:
-            from timm.data import Mixup
-
-            # Smoothing is the loss's affair, so that it is the same with and without mixing.
-            options: dict[str, Any] = {"label_smoothing": 0.0, "num_classes": self.classes}
-            self.mixup = Mixup(self.recipe.mixup, self.recipe.cutmix, prob=self.recipe.mix_prob, **options)
-
-    def _count_steps(self, pairs: bool = False) -> None:
-        recipe, count = self.recipe, len(self.train_images)
-        self.batch = min(recipe.batch, count // ranks.world())
-        if pairs:  # images are mixed in pairs
-            self.batch -= self.batch % 2
-        if not self.batch:
-            least = ranks.world() * (2 if pairs else 1)
+    def __init_subclass__(cls, name: str | None = None, **others: Any) -> None:
+        super().__init_subclass__(name, **others)
+        own = [part for part in ("loss", "measure") if part in vars(cls)]
+        if own and cls.answers == "classes":
             raise DwindleError(
-                f"{count} training images are too few for {ranks.world()} processes; give at least {least}."
+                f"{cls.__name__} has a {own[0]} of its own, so its answers are no classes: derive it from ImageTask, "
+                "with answers = 'numbers'."
             )
-        self.steps_per_epoch = count // (self.batch * ranks.world())
-        self.steps = recipe.epochs * self.steps_per_epoch
-        self.eval_every, self.save_every = recipe.eval_every, recipe.save_every
 
-    def _decoded(self) -> dict[str, Resident] | None:
-        recipe, pre = self.recipe, self.preprocess
-        small = len(self.train_images) + len(self.eval_images) <= DECODED
-        wanted = recipe.resident if recipe.resident is not None else self.device.type == "cuda" and small
-        if not wanted or (recipe.resident is None and pre.interpolation not in RESAMPLED):
-            return None
-        settings: dict[str, Any] = {"crop_pct": pre.crop_pct, "interpolation": pre.interpolation}
-        return {
-            "train": Resident(self.train_images, pre.size, self.device, **settings, replace=True),
-            "eval": Resident(self.eval_images, pre.size, self.device, **settings),
-        }
+    def loss(self, answers: Tensor, targets: Tensor) -> Tensor:
+        return label_loss(answers, targets, self.recipe.smoothing)
 
-    def batches(self, train: bool, epoch: int = 0, alike: bool = False) -> Iterable[tuple[Tensor, Tensor]]:
-        """`alike`: the joint batches, for every process."""
-        recipe, pre = self.recipe, self.preprocess
-        images = self.train_images if train else self.eval_images
-        batch = self.batch if train else 128
-        part = (ranks.rank(), ranks.world())
-        how: dict[str, Any] = {"min_scale": recipe.min_scale, "jitter": recipe.jitter, "erase": recipe.erase}
-        how["randaugment"] = recipe.augment
-        if alike:
-            batch, part = batch * ranks.world(), (0, 1)
-        if self.resident:
-            store, kind = self.resident["train" if train else "eval"], torch.bfloat16 if self.halves else torch.float32
-            given = (batch, train, recipe.seed, epoch, pre.mean, pre.std)
-            how |= {"dtype": kind if train else torch.float32, "part": part, "compiled": self.compiled}
-            return store.batches(*given, **how)
-        images.transform = pre.eval_transform()
-        ready = loader(images, batch, train, recipe.workers, recipe.seed, *part, Augment.of(pre, **how))
-        ready.set_epoch(epoch)
-        return ready
+    def distill(self, answers: Tensor, teacher: Tensor) -> Tensor:
+        return distill_loss(answers, teacher, self.recipe.distill, self.recipe.teacher_temperature)
 
-    def mixed(self, x: Tensor, y: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        if self.mixup is None:
-            return x, y
-        with seeded(self.recipe.seed, step):
-            x, y = self.mixup(x, y)
-        return x, y.to(x.device)
-
-    def some(self, count: int, batch: int) -> Tensor:
-        """Training images prepared as in evaluation, on the CPU; the same for every process."""
-        some = self.train_images.select(self._drawn(count))
-        some.transform = self.preprocess.eval_transform()
-        return torch.cat([x for x, _ in loader(some, batch)])
-
-    def _drawn(self, count: int) -> np.ndarray:
-        return np.random.default_rng(self.recipe.seed).permutation(len(self.train_images))[:count]
-
-    def typical(self, count: int | None = None) -> Tensor:
-        """Training images that cost what unseen ones will, to set a budget on; the same for every process.
-
-        As in evaluation. A small data set is known by heart, and costs less than unseen images seen so; augmented, it
-        costs more: half of each.
-        """
-        count = count or (1024 if self.device.type == "cuda" else 128)
-        clean = count if len(self.train_images) >= LARGE else (count + 1) // 2
-        if self.resident:
-            rows, pre = torch.from_numpy(self._drawn(clean)), self.preprocess
-            views = self.resident["train"].view(rows, pre.mean, pre.std)
-        else:
-            views = self.some(clean, self.batch).to(self.device)
-        return torch.cat([views, *self._augmented(count - clean)])
-
-    def _augmented(self, count: int) -> Iterator[Tensor]:
-        """A small data set is drawn from more than once."""
-        draw = 0
-        while count > 0:
-            for x, _ in self.batches(train=True, epoch=self.recipe.epochs + draw, alike=True):
-                yield x[:count].to(self.device)
-                count -= len(x)
-                if count <= 0:
-                    break
-            draw += 1
-
-    def about(self) -> dict[str, Any]:
-        return self.eval_images.about()
-
-    def told(self) -> str | None:
-        return self.eval_images.told()
-
-    def noticed(self) -> dict[str, Any]:
-        return {"corrupt_training": len(self.train_images.corrupt)} if self.train_images.corrupt else {}
-
-    def extra(self) -> dict[str, Any]:
-        return {
-            "preprocess": self.preprocess.to_dict(),
-            "classes": self.train_images.classes,
-            "data": self.data,
-            "holdout": self.holdout,
-        }
-
-    def gather(self) -> None:
-        for images in self.images:
-            for found in ranks.gathered(images.corrupt):
-                images.corrupt |= found
-
-    def write(self, out: Path) -> None:
-        if skipped := {why: name for images in self.images for name, why in images.corrupt_files()}:
-            note_corrupt(out, skipped)
-
-    def state(self) -> dict[str, Any]:
-        return {"classes": self.train_images.classes}
-
-    def check_state(self, state: dict[str, Any], out: Path) -> None:
-        if state.get("classes", self.train_images.classes) != self.train_images.classes:
-            raise DwindleError(f"The classes of the data are not those {out} began with; resume with these.")
+    @staticmethod
+    def measure(answers: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """In percent: whether the likeliest class is the right one, and whether one of the five likeliest is."""
+        best = answers.topk(min(5, answers.shape[-1])).indices == targets[:, None]
+        return {"top1": 100.0 * best[:, 0].double(), "top5": 100.0 * best.any(-1).double()}
 
 
-def is_checkpoint(weights: str | None) -> bool:
-    return weights is not None and (Path(weights).is_dir() or weights in shipped())
-
-
-def weights_classes(weights: str | None, images: Images) -> list[str] | None:
-    """What the head of these weights calls its classes, where they are as many as the images have; ImageNet's, where
-    the weights are no checkpoint."""
-    names = None
-    if weights is not None and is_checkpoint(weights):
-        names = read_config(find(weights)).get("extra", {}).get("classes")
-    if not names and images.classes and weights is not None:
-        names = imagenet_names(images.num_classes)
-    return names if names and len(names) == images.num_classes else None
-
-
-def whole_if_small(wanted: Preprocess, images: Images) -> Preprocess:
-    """Images below the model's size are enlarged whole: of those nothing is to be cut off."""
-    small = min(images.sample().size) < wanted.size
-    return dataclasses.replace(wanted, crop_pct=1.0 if small else CROP_PCT)
-
-
-def note_corrupt(out: Path, found: dict[str, str]) -> None:
-    """corrupt.jsonl: the images that were skipped, those of before a kill too. found: their names by what is wrong."""
-    path = out / CORRUPT
-    if path.exists():
-        before = map(json.loads, path.read_text("utf-8").splitlines())
-        found = {line["reason"]: line["image"] for line in before} | found
-    write_text(path, "".join(json.dumps({"image": found[why], "reason": why}) + "\n" for why in sorted(found)))
+def load_classifier(source: str | os.PathLike[str]) -> AdaptiveViT:
+    """An adapted vision transformer whose answers are classes; other checkpoints are refused by what they are."""
+    model = load_as(AdaptiveViT, source)
+    check_answers(model, os.fspath(source), "classes")
+    return model

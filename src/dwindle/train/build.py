@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core.backbone import backbone_of
+from ..core.heads import PatchHead
 from ..core.model import AdaptiveViT
 from ..errors import DwindleError, unknown
-from ..io.checkpoint import find, load, load_vit_weights
+from ..io.checkpoint import ADDED, fill, find, load_as, load_vit_weights, read_both
 from ..io.classes import known_classes, match
 from ..io.config import read_config
 from ..io.datasets import Images
 from ..io.download import no_waiting
-from ..tasks.classify import is_checkpoint
+from ..tasks.images import is_checkpoint
 
 if TYPE_CHECKING:
     from .recipe import Recipe
@@ -36,18 +38,35 @@ def teacher_classes(model: Any, images: Images, named: str, device: torch.device
     return None if found.same else torch.from_numpy(found.numbers).to(device)
 
 
-def build_vit(recipe: Recipe, classes: int) -> Any:
-    """The backbone a recipe names, with its weights. A head of another size than the weights' starts anew."""
+def build_vit(recipe: Recipe, classes: int | None) -> Any:
+    """The backbone a recipe names, with its weights. A head of another number of classes than the weights' starts anew;
+    None: it stays as it is."""
+    vit = _from_checkpoint(recipe) if is_checkpoint(recipe.weights) else _from_timm(recipe, classes)
+    backbone = backbone_of(vit)
+    if classes not in (None, backbone.shape.classes):
+        backbone.reset_head(classes)
+    if recipe.image_size and backbone.shape.image != (recipe.image_size, recipe.image_size):
+        if not hasattr(vit, "set_input_size"):
+            raise DwindleError(
+                f"image_size = {recipe.image_size}: {type(vit).__name__} was built for {backbone.shape.image[0]}; "
+                "leave it out, or build the model for that size."
+            )
+        vit.set_input_size(img_size=(recipe.image_size, recipe.image_size))
+    return vit
+
+
+def _from_timm(recipe: Recipe, classes: int | None) -> Any:
     import timm
 
     if not timm.is_model(recipe.model):
         raise unknown("model", recipe.model, timm.list_models(), hint="timm.list_models('*vit*') names them")
     options: dict[str, Any] = {"img_size": recipe.image_size} if recipe.image_size else {}
+    options |= {} if classes is None else {"num_classes": classes}
     if recipe.weights in (None, "pretrained"):
         pretrained = recipe.weights is not None
         try:
             with no_waiting() if pretrained else nullcontext():
-                return timm.create_model(recipe.model, pretrained=pretrained, num_classes=classes, **options)
+                return timm.create_model(recipe.model, pretrained=pretrained, **options)
         except TypeError as error:
             raise DwindleError(
                 f"{recipe.model} is no plain ViT that can be built with {options} ({error}); set another model."
@@ -57,38 +76,42 @@ def build_vit(recipe: Recipe, classes: int) -> Any:
                 f"Weights for {recipe.model} could not be fetched ({type(error).__name__}); "
                 "give a file with --set weights=PATH."
             ) from error
-    vit: Any
-    if is_checkpoint(recipe.weights):
-        vit = _from_checkpoint(recipe)
-    else:
-        vit = timm.create_model(recipe.model, num_classes=1000)
-        load_vit_weights(vit, recipe.weights)
-    if classes != vit.num_classes:
-        vit.reset_classifier(classes)
-    if recipe.image_size:
-        vit.set_input_size(img_size=(recipe.image_size, recipe.image_size))
+    vit: Any = timm.create_model(recipe.model)
+    load_vit_weights(vit, recipe.weights)
     return vit
+
+
+def build_head(recipe: Recipe, width: int, outputs: int) -> PatchHead:
+    """A head for patches; that of the weights, where they are a checkpoint that has one of this size."""
+    head = PatchHead(width, outputs)
+    if recipe.weights is not None and is_checkpoint(recipe.weights):
+        folder = find(recipe.weights)
+        config, name = read_config(folder), "dense_head."
+        if config.get("head") == head.config:
+            held = {n.removeprefix(name): w for n, w in read_both(folder, config).items() if n.startswith(name)}
+            fill(head, held, folder)
+    return head
 
 
 def _from_checkpoint(recipe: Recipe) -> Any:
     assert recipe.weights is not None
     described = read_config(find(recipe.weights))["backbone"]
-    if described["family"] != "timm" or described["model"] not in (None, recipe.model):
+    if described["model"] not in (None, recipe.model):
         raise DwindleError(
-            f"weights = {recipe.weights} holds a {described['family']} {described['model']}, but the recipe trains a "
-            f"timm {recipe.model}; set model to what the checkpoint holds."
+            f"weights = {recipe.weights} holds a {described['model']}, but the recipe trains a {recipe.model}; say "
+            f"model={described['model']} as well."
         )
-    return load(recipe.weights).unwrap().train()
+    return load_as(AdaptiveViT, recipe.weights).unwrap().train()
 
 
 def parameter_groups(model: AdaptiveViT, recipe: Recipe) -> list[dict[str, Any]]:
-    """Backbone and method each at its learning rate; no decay for vectors, scalars and embeddings."""
+    """The backbone and what was added each at its learning rate; no decay for vectors, scalars and embeddings."""
     undecayed = set(getattr(model.vit, "no_weight_decay", set)())
     groups: dict[tuple[float, float, bool], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        lr = recipe.method_lr if name.startswith("method.") else recipe.lr
+        lr = recipe.method_lr if name.startswith(ADDED) else recipe.lr
         plain = parameter.dim() <= 1 or name.removeprefix("vit.") in undecayed
         scalar = not parameter.dim()  # apart from the rest, which may be sharded: torch updates one kind at a time
         groups.setdefault((lr, 0.0 if plain else recipe.weight_decay, scalar), []).append(parameter)

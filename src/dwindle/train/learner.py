@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..core import processes as ranks
+from ..tasks.base import Answers
 from .teacher import Teacher
 
 WORTH_COMPILING = 200_000  # images; compiling takes about as long as these take without
@@ -21,6 +22,7 @@ class Learner:
     """
 
     several = True  # whether several processes may train it
+    learns: ClassVar[tuple[Answers, ...]] = ()  # the kinds of answers it can be taught
     searchable = False  # whether its rows say `top1`, `gmacs` and `gmacs_static`, which a search weighs
     what = "This model"  # in sentences
     model: Any

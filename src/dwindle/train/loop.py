@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ..core import processes as ranks
-from ..errors import DwindleError
+from ..errors import DwindleError, listed
 from ..io.card import write_card
 from ..io.checkpoint import save
 from ..io.draws import mix
-from ..tasks.base import Source, task_named
+from ..tasks.base import Source, Task, task_named
+from .learner import Learner
 from .recipe import Training
 from .state import Claim, random_state, read_state, restore_random, write_metrics, write_state
 from .step import Step, full_state, load_full_state, shard
@@ -54,7 +55,7 @@ class Run:
         self.out = Path(out)
         recipe = self.recipe
         recipe.check()
-        kind = recipe.learner()
+        kind = check_task(recipe)
         if ranks.started() > 1 and not kind.several:
             raise DwindleError(f"{kind.what} trains in one process, not {ranks.started()}; start it without torchrun.")
         self.device = torch.device(ranks.join(device) or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -226,6 +227,24 @@ class Run:
         if not self.sharded:
             self.optimizer.load_state_dict(state["optimizer"])
         restore_random(randoms[ranks.rank()], self.device)
+
+
+def check_task(recipe: Training) -> type[Learner]:
+    """What learns by the recipe, if it can be taught the recipe's task; a setting that the task does not look at is
+    refused."""
+    kind, task = recipe.learner(), task_named(recipe.task)
+    if task.answers not in kind.learns:
+        known = listed(sorted(name for name, other in Task.registry.items() if other.answers in kind.learns))
+        raise DwindleError(f"task = {recipe.task}: {kind.what} learns {known}; take another recipe for this task.")
+    for field in dataclasses.fields(recipe):
+        given = getattr(recipe, field.name)
+        if field.name in task.unused and given != field.default:
+            raise DwindleError(f"{field.name} = {given}: it has no effect on the task '{recipe.task}'; leave it out.")
+    if task.needs_teacher and getattr(recipe, "teacher", None) is None:
+        raise DwindleError(
+            f"task = {recipe.task}: it is learnt from a teacher; give one, by --set teacher=static or a checkpoint."
+        )
+    return kind
 
 
 def seed_everything(seed: int) -> None:

@@ -18,6 +18,7 @@ from ..io.augment import planner
 from ..methods import Method
 from ..ops.half import halves
 from ..settings import Above0, AtLeast0, Batch, ImageSize, Seed, Share, Whole0, Whole1, Within, Workers, check_fields
+from ..tasks.base import task_named
 from .learner import Learner
 from .vit import ViTLearner
 
@@ -62,8 +63,9 @@ class Training:
         return self
 
     def told(self) -> dict[str, Any]:
-        """As a checkpoint keeps it: without folders of this machine."""
-        given = dataclasses.asdict(self)
+        """As a checkpoint keeps it: without folders of this machine, and what the task does not look at."""
+        unused = task_named(self.task).unused
+        given = {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
         return given | {"weights": Path(given["weights"] or "none").name}
 
 

@@ -57,7 +57,8 @@ class Answers:
 
 
 class Teacher:
-    """`teacher(x, step)`: its answers to a batch, by name: "logits", "attention" (the mean over blocks), "features".
+    """`teacher(x, step)`: its answers to a batch, by name: "logits", "attention" (the mean over blocks), "features", or
+    "states", which are features after its last norm.
 
     It is a network with nothing halted. `image`: images of another size are resampled to this one; `grid`: features
     are those of its patches, on a grid of this size.
@@ -113,6 +114,9 @@ class Teacher:
         said = {}
         if "logits" in self.names:
             said["logits"] = out.logits if self.classes is None else out.logits[:, self.classes]
+        if "states" in self.names:
+            states = self.model.states(out)
+            said["states"] = states if self.grid is None else self._on_grid(states)
         if "attention" in self.names:
             said["attention"] = out.trace.stack("attention").mean(0)
         if "features" in self.names:
@@ -134,7 +138,9 @@ class Teacher:
         everyone = Where(trace.shape, live_BN=torch.ones(trace.shape, dtype=torch.bool, device=x.device))
         trace.lives = [everyone] * shape.blocks
         trace.values = [{"attention": said["attention"]} if "attention" in said else {}] * shape.blocks
-        return Output(said["logits"], trace, said.get("features", said["logits"].new_empty(0)))
+        # What losses compare with answers: logits, or features after the last norm; None, if the task asks for neither.
+        answers: Any = said.get("logits", said.get("states"))
+        return Output(answers, trace, said.get("features", x.new_empty(0)))
 
 
 @contextlib.contextmanager

@@ -5,26 +5,28 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ..core.backbone import backbone_of
 from ..core.cost import budget_share
-from ..core.model import AdaptiveViT, adapt
+from ..core.model import AdaptiveViT, Output, adapt
 from ..errors import DwindleError
 from ..evaluate.evaluate import calibrate, evaluate
 from ..io.checkpoint import load_as
 from ..io.images import Preprocess
 from ..methods import Method
 from ..methods.static import Static
-from .build import build_vit, parameter_groups, teacher_classes
+from .build import build_head, build_vit, parameter_groups, teacher_classes
 from .learner import Learner
 from .schedule import cosine, rise
 from .teacher import Teacher, fast
 
 if TYPE_CHECKING:
-    from ..tasks.classify import Classify
+    from ..tasks.images import ImageTask
     from .recipe import Recipe
 
 log = logging.getLogger("dwindle")
@@ -33,18 +35,23 @@ LEAST = 1e-6  # the learning rate that a run begins and ends with
 
 class ViTLearner(Learner):
     recipe: Recipe
-    task: Classify
+    task: ImageTask
     model: AdaptiveViT
+    learns = ("classes", "numbers", "maps", "features")
+    what = "A vision transformer"
     searchable = True
 
-    def __init__(self, recipe: Recipe, task: Classify, device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, task: ImageTask, device: torch.device) -> None:
         super().__init__(recipe, task, device)
-        vit = build_vit(recipe, task.classes)
-        if not task.head_fits:
-            vit.reset_classifier(task.classes)
+        whole = task.answers in ("classes", "numbers")  # the family's own head answers for the image
+        vit = build_vit(recipe, task.outputs if whole else None)
+        shape = backbone_of(vit).shape
+        if whole and not task.head_fits:
+            backbone_of(vit).reset_head(task.outputs)
+        head = build_head(recipe, shape.width, task.outputs) if task.answers == "maps" else None
         method = recipe.make_method()
         self.teacher = self._teacher(vit, method)
-        self.model = adapt(vit, method).to(device)
+        self.model = adapt(vit, method, head).to(device)
         preprocess, patch = Preprocess.of(vit), self.model.backbone.shape.patch
         if any(preprocess.size % side for side in patch):
             raise DwindleError(
@@ -63,10 +70,22 @@ class ViTLearner(Learner):
     def _teacher(self, vit: nn.Module, method: Method) -> Teacher | None:
         """The backbone as it is now, or a checkpoint's; with nothing halted either way."""
         named, rows = self.recipe.teacher, None
+        asked = {
+            "logits": self.task.distils and not self._features,
+            "states": self._features,
+            "attention": method.asks_attention,
+            "features": method.asks_features,
+        }
+        names = tuple(name for name, wanted in asked.items() if wanted)
         if named is None:
             return None
+        if not names:
+            raise DwindleError(
+                f"teacher = {named}: the task '{self.task.name}' learns from its targets alone, and "
+                f"{type(method).__name__} asks a teacher nothing; leave it out."
+            )
         if named == "static":
-            if not self.task.head_fits:
+            if asked["logits"] and not self.task.head_fits:
                 raise DwindleError(
                     f"teacher = static: the head of {self.recipe.weights} has other classes than the data, so it "
                     "begins anew and has nothing to teach; train without a teacher first."
@@ -77,13 +96,17 @@ class ViTLearner(Learner):
                 model = load_as(AdaptiveViT, named)
             except DwindleError as error:
                 raise DwindleError(f"teacher = {named}: {error}") from error
-            rows = teacher_classes(model, self.task.train_images, named, self.device)
+            if asked["logits"]:
+                rows = teacher_classes(model, self.task.train_images, named, self.device)
             taught = model.unwrap()
-        asked = {"attention": method.asks_attention, "features": method.asks_features}
-        names = ("logits", *(name for name, wanted in asked.items() if wanted))
+            _check_tokens(vit, taught, named, [name for name in names if name != "logits"])
         teacher = Teacher(adapt(taught, Static(attention=method.asks_attention)), self.recipe, self.device, names)
         teacher.classes = rows
         return teacher
+
+    @property
+    def _features(self) -> bool:
+        return self.task.answers == "features"
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         return parameter_groups(self.model, self.recipe)
@@ -135,9 +158,9 @@ class ViTLearner(Learner):
             teacher_weight=recipe.teacher_weight,
             weights=inputs.get("weights"),
             distill=recipe.distill,
-            temperature=recipe.teacher_temperature,
-            label_smoothing=recipe.smoothing,
+            answers=model.states(out) if self._features else None,
             task_loss=self.task.loss,
+            teacher_loss=self.task.distill if self.task.distils else None,
         )
         self.named = [name for name in terms if name != "total"]
         return terms | {"cost": model.cost(out.trace)}
@@ -163,7 +186,30 @@ class ViTLearner(Learner):
         """On the evaluation images, each counted once by one of the processes."""
         # Sharded weights are gathered block by block: no process may leave out a block the others compute.
         layout = "masked" if self.sharded else layout
-        batches = self.task.batches(train=False)
+        batches: Any = self.task.batches(train=False)
+        if self._features:
+            batches = self._with_features(batches)
         return evaluate(
-            model, batches, layout=layout, device=self.device, lockstep=self.sharded, measure=self.task.measure
+            model, batches, layout=layout, device=self.device, lockstep=self.sharded, task=self.task, read=self.read
+        )
+
+    def read(self, model: AdaptiveViT, out: Output) -> Tensor:
+        """What the task measures of an answer."""
+        return model.states(out) if self._features else out.logits
+
+    def _with_features(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images, and their features as the teacher has them."""
+        assert self.teacher is not None
+        for x, _ in batches:
+            yield x, self.teacher.ask(x.to(self.device))["states"].float()
+
+
+def _check_tokens(vit: nn.Module, teacher: nn.Module, named: str, asked: list[str]) -> None:
+    """A teacher's attention and features are those of its tokens, so these must be the student's."""
+    own, theirs = backbone_of(vit).shape, backbone_of(teacher).shape
+    if asked and (own.prefix, own.grid()) != (theirs.prefix, theirs.grid()):
+        raise DwindleError(
+            f"teacher = {named}: it has {theirs.tokens()} tokens of an image ({theirs.prefix} and a grid of "
+            f"{theirs.grid()}), the student {own.tokens()} ({own.prefix} and {own.grid()}), and its {asked[0]} is "
+            "learnt token by token; take one of the same patch and image size, or a method that asks for answers only."
         )

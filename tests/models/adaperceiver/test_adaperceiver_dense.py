@@ -8,52 +8,36 @@ import torch
 from PIL import Image
 
 import dwindle
-from dwindle.models.adaperceiver.dense import (
-    IGNORED,
-    DenseRecipe,
-    Scenes,
-    Score,
-    maps,
-    metres,
-    predict,
-    task_loss,
-)
+from dwindle.io.scenes import IGNORED, Scenes
+from dwindle.models.adaperceiver.dense import predict
 from dwindle.models.adaperceiver.figures import class_name
+from dwindle.models.adaperceiver.recipe import AdaRecipe
+from dwindle.tasks.dense import Depth, Segmentation, maps, metres
 from dwindle.train.loop import Run
 from dwindle.train.recipe import changed
 from shared.command import refused
 from shared.command import run as command
 from shared.perceiver import images, tiny
-
-
-def scene(draw) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A red square (class 1, near) and a blue one (class 2, nearer) on noise (class 0, far)."""
-    picture = draw.integers(0, 60, (32, 32, 3))
-    mask, depth = np.zeros((32, 32), np.uint8), np.full((32, 32), 8000, np.uint16)
-    for label, channel, far in ((1, 0, 4000), (2, 2, 1000)):
-        top, left = draw.integers(0, 17, 2)
-        place = slice(top, top + 16), slice(left, left + 16)
-        picture[place] = 20
-        picture[(*place, channel)] = 220
-        mask[place], depth[place] = label, far
-    mask[0, 0], depth[0, 0] = IGNORED, 0
-    return picture.astype(np.uint8), mask, depth
+from shared.scenes import scene, write_scenes
 
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory):
-    root, draw = tmp_path_factory.mktemp("shapes"), np.random.default_rng(0)
-    for split, count in (("train", 48), ("val", 12)):
-        for part in ("images", "masks", "depths"):
-            (root / split / part).mkdir(parents=True)
-        for i in range(count):
-            for part, values in zip(("images", "masks", "depths"), scene(draw)):
-                Image.fromarray(values).save(root / split / part / f"{i}.png")
-    return root
+    return write_scenes(tmp_path_factory.mktemp("shapes"))
 
 
 def run(data, out, *settings, **options) -> Run:
-    recipe = DenseRecipe(model="tiny", epochs=12, batch=8, lr=4e-3, workers=0, warmup_epochs=0.0, eval_every=12)
+    recipe = AdaRecipe(
+        task="segmentation",
+        stages=(1.0, 0.0, 0.0),
+        model="tiny",
+        epochs=12,
+        batch=8,
+        lr=4e-3,
+        workers=0,
+        warmup_epochs=0.0,
+        eval_every=12,
+    )
     return Run(changed(recipe, settings), str(data), out, device="cpu", **options)
 
 
@@ -66,7 +50,7 @@ def test_learns_shapes(shapes, tmp_path, task, name):
     else:
         assert numbers[name] < 2.0 and numbers[name] < before[name] / 2
     model = dwindle.load(tmp_path / "run")
-    x = work.task.eval_images[0][0][None]
+    x = next(iter(work.task.batches(train=False)))[0][:1]
     sizes = {tuple(predict(model, x, task, tokens=t).shape) for t in (1, 4, 16, 30)}
     assert sizes == {(1, 32, 32)}
 
@@ -153,19 +137,40 @@ def test_scores_against_a_slow_count():
     draw = torch.Generator().manual_seed(0)
     seen, target = torch.randn(2, 3, 8, 8, generator=draw), torch.randint(0, 3, (2, 8, 8), generator=draw)
     target[0, 0] = IGNORED
-    score, answer, known = Score("segmentation", 3), seen.argmax(1), target != IGNORED
-    score.add(seen[:1], target[:1])
-    score.add(seen[1:], target[1:])
+    answer, known = seen.argmax(1), target != IGNORED
+    patches = seen.flatten(2).mT
+    counts = Segmentation.measure(patches, target)["pixels"]
+    assert counts.shape == (2, 3, 3) and int(counts.sum()) == int(known.sum())
     pairs = [(answer == c, target == c) for c in range(3)]
     slow = [(one & two & known).sum() / ((one | two) & known).sum() for one, two in pairs]
-    assert score.value == pytest.approx(100 * float(sum(slow)) / 3)
+    found = Segmentation.summary({"pixels": counts.sum(0)}, 2)["miou"]
+    assert found == pytest.approx(100 * float(sum(slow)) / 3, abs=1e-4)
     far = torch.rand(2, 8, 8, generator=draw) * 5
     far[1, 2] = 0
-    score = Score("depth", 1)
-    score.add(seen[:, :1], far)
+    sums = {name: values.sum(0) for name, values in Depth.measure(patches[..., :1], far).items()}
     error = (metres(seen[:, 0]) - far)[far > 0]
-    assert score.value == pytest.approx(float((error**2).mean().sqrt()), rel=1e-5)
-    assert float(task_loss(seen, torch.full((2, 8, 8), IGNORED), "segmentation")) == 0
+    assert Depth.summary(sums, 2)["rmse"] == pytest.approx(float((error**2).mean().sqrt()), abs=1e-4)
+
+
+def test_losses_are_means_over_what_counts():
+    """Per image, for several answers at once; 0 where nothing counts."""
+    draw = torch.Generator().manual_seed(0)
+    answers, target = torch.randn(2, 3, 16, 4, generator=draw), torch.randint(0, 4, (3, 8, 8), generator=draw)
+    target[0, :3], target[2] = IGNORED, IGNORED
+    losses = Segmentation.loss(None, answers, target)
+    assert losses.shape == (2, 3) and not losses[:, 2].any()
+    seen = maps(answers[1], (4, 4), (8, 8))
+    for image in range(2):
+        one = torch.nn.functional.cross_entropy(
+            seen[image : image + 1], target[image : image + 1], ignore_index=IGNORED
+        )
+        assert float(losses[1, image]) == pytest.approx(float(one), rel=1e-5)
+    far = torch.rand(3, 8, 8, generator=draw) * 5
+    far[0, :3], far[2] = 0, 0
+    losses = Depth.loss(None, answers[..., :1], far)
+    error = (metres(seen[0, 0]).log() - far[0].log())[far[0] > 0]
+    assert float(losses[1, 0]) == pytest.approx(float(((error**2).mean() - 0.85 * error.mean() ** 2).sqrt()), rel=1e-5)
+    assert losses.shape == (2, 3) and float(losses[:, 2].max()) < 1e-3
 
 
 def test_maps():
@@ -190,8 +195,8 @@ def test_ade20k_layout(tmp_path):
     "settings, said",
     [
         (("task=colour",), "unknown task"),
-        (("teacher=x",), "masks alone"),
-        (("mixup=0.5",), "masks alone"),
+        (("teacher=x",), "from its targets alone"),
+        (("mixup=0.5",), "mixup = 0.5: it has no effect"),
         (("augment=rand-m9-inc1",), "augment = rand-m9-inc1: it has no effect"),
         (("erase=0.1",), "erase = 0.1: it has no effect"),
         (("skip_corrupt=true",), "skip_corrupt = true: it has no effect"),

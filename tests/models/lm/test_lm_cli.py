@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from dwindle.models.lm import text
+from dwindle.io import text
 from shared.command import refused, run
 
 TEXT = "To be, or not to be: that is the question.\n"

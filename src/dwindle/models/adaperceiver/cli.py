@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +16,10 @@ from ...errors import DwindleError
 from ...io.datasets import Images, open_data
 from ...io.datasets import limit as first
 from ...io.images import load_image, preprocess_of
-from ...io.sets import evaluation_images
+from ...io.scenes import pixels, squeezed
 from ...runtime.dtypes import DTYPES, check_runs, converted
 from ...show.drawing import file_stems
-from ...show.running import evaluated, shared
+from ...show.running import evaluated
 from ...show.terminal import (
     Batch,
     Checkpoint,
@@ -41,8 +40,9 @@ from ...show.terminal import (
     show_table,
     tell_images,
 )
-from . import dense
+from ...tasks.base import check_unused, task_of
 from .commands import grid, load_network, policies
+from .dense import map_task, predict
 from .family import PRESET, AdaPerceivers
 from .figures import certainty, class_name, maps
 from .grid import exit_latencies, latencies
@@ -82,10 +82,10 @@ def evaluate(
         require(policy is None or given is None, f"--{name} {given}", "--policy chooses it, so leave it out")
     setting = {"tokens": tokens, "depth": depth, "width": width}
     model = converted(load_network(checkpoint, dense=True), dtype, device_for(device))
+    task = map_task(model, checkpoint) if model.outputs == "dense" else task_of(model, checkpoint)
+    check_unused(task, holdout=holdout, skip_corrupt=skip_corrupt or None)
     if model.outputs == "dense":
-        only_for("networks that classify", policy=policy, exit=exit, exits=exits, holdout=holdout)
-        only_for("networks that classify", skip_corrupt=skip_corrupt or None)
-        return _evaluate_dense(model, checkpoint, data, batch, limit, workers, device, setting)
+        only_for("networks that classify", policy=policy, exit=exit, exits=exits)
     exit_depths = numbers("--exits", exits, int) if exits else None
 
     def ask(fast: Any, images: Tensor) -> Output:
@@ -99,9 +99,9 @@ def evaluate(
             chosen = chooser.to(images.device, images.dtype).choose(patches)
             return fast(images, *chosen, setting["width"], exit, exit_depths, patches)
 
-    images = evaluation_images(model, data, limit, holdout=holdout)
+    images = task.evaluation_data(model, data, limit, holdout=holdout)
     images.skip = skip_corrupt
-    result = evaluated(model, images, batch, workers, device, ask=ask)
+    result = evaluated(model, images, batch, workers, device, ask=ask, task=task)
     if result is None:
         return
     if policy is not None:
@@ -116,26 +116,6 @@ def _tell(checkpoint: str, data: str, result: dict[str, Any], named: dict[str, A
     show_table(f"{checkpoint} on {data} {named or '(largest setting)'}", list(result), [list(result.values())])
     tell_images(images)
     finish(result | named | images.about())
-
-
-def _evaluate_dense(
-    model: AdaPerceiver,
-    checkpoint: str,
-    data: str,
-    batch: int,
-    limit: int | None,
-    workers: int,
-    device: str | None,
-    setting: dict[str, int | None],
-) -> None:
-    scenes: Any = dense.Scenes(data, "val", dense.task_of(model, checkpoint))
-    scenes = first(scenes, limit) if limit else scenes
-    scenes.known = model.classes
-    named: dict[str, Any] = {name: value for name, value in setting.items() if value is not None}
-    measure = partial(dense.evaluate, model, scenes, batch=batch, workers=workers, **named)
-    result = shared(lambda place, progress: measure(device=place, progress=progress), len(scenes), device)
-    if result is not None:
-        _tell(checkpoint, data, result, named, scenes)
 
 
 def bench(
@@ -238,7 +218,7 @@ def view(
         raise DwindleError(f"{out} is a file; --out is a folder for the figures.")
     model, place = load_network(checkpoint, dense=True), device_for(device)
     prepare, names = preprocess_of(model), model.extra.get("classes")
-    task = dense.task_of(model, checkpoint) if model.outputs == "dense" else None
+    task = map_task(model, checkpoint).name if model.outputs == "dense" else None
     model.eval().to(place)
     photos = [load_image(path) for path in images]
     out.mkdir(parents=True, exist_ok=True)
@@ -277,9 +257,9 @@ def _view_dense(
     counts, names = model.tokens[:: -(-len(model.tokens) // 4)], model.extra.get("classes")
     counts = (*[t for t in counts if t != model.tokens[-1]], model.tokens[-1])
     for (path, photo), stem in zip(photos, file_stems([path.stem for path, _ in photos])):
-        x = dense.squeezed(dense.pixels(photo), model.image, preprocess_of(model))[None].to(place)
+        x = squeezed(pixels(photo), model.image, preprocess_of(model))[None].to(place)
         size = tuple(max(1, round(side * min(1.0, LONGEST / max(photo.size)))) for side in photo.size[::-1])
-        seen = {f"{t} tokens": dense.predict(model, x, task, size, tokens=t)[0].cpu() for t in counts}
+        seen = {f"{t} tokens": predict(model, x, task, size, tokens=t)[0].cpu() for t in counts}
         last = seen[f"{counts[-1]} tokens"]
         row: dict[str, Any] = {"image": path.name}
         if task == "segmentation":

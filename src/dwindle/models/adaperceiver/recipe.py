@@ -25,7 +25,7 @@ class AdaRecipe(Recipe):
     freeze_backbone: only the write head, the output token and the classifier learn (D.2).
     reinit_from: with freeze_backbone and a read-out for each depth; {9: 8}: only the ninth block's read-out learns, and
         it begins as the eighth's. For one that is no better than the one before it.
-    distill: 'soft' or 'hard' answers; 'features': output tokens towards the teacher's patches, for a dense network.
+    task: 'classify'; 'segmentation' or 'depth', which make the network dense; 'features', a teacher's patches (D.1).
     """
 
     model: str = "small"
@@ -50,9 +50,9 @@ class AdaRecipe(Recipe):
             if f.name in IDLE and given != f.default:
                 raise DwindleError(f"{f.name} = {given}: it has no effect on an AdaPerceiver; leave it out.")
         check_fields(self)
-        dataclasses.replace(_plain(self), distill="soft" if self.distill == "features" else self.distill).check()
+        _plain(self).check()
         if self.distill == "token":
-            raise DwindleError("distill = token: AdaPerceiver has no distillation token; take soft, hard or features.")
+            raise DwindleError("distill = token: AdaPerceiver has no distillation token; take soft or hard.")
         opens = self.method_options.get("mask") == "open"
         if not opens and self.mask_steps != AdaRecipe.mask_steps:
             raise DwindleError(

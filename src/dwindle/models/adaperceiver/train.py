@@ -6,13 +6,11 @@ B images, G granularities, L blocks, S answers to one image (G or L of them).
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ...core.losses import distill_loss, feature_loss, label_loss
 from ...core.model import AdaptiveViT, adapt
 from ...errors import DwindleError
 from ...io.checkpoint import load
@@ -20,7 +18,7 @@ from ...io.datasets import check_labels
 from ...io.draws import mix
 from ...io.images import Preprocess
 from ...methods.static import Static
-from ...tasks.classify import Classify
+from ...tasks.images import ImageTask
 from ...train.build import teacher_classes
 from ...train.learner import Learner
 from ...train.schedule import cosine, rise
@@ -39,12 +37,13 @@ class AdaLearner(Learner):
     """Three stages, each beginning from the average of the one before."""
 
     recipe: AdaRecipe
-    task: Classify
+    task: ImageTask
     model: AdaPerceiver
+    learns = ("classes", "numbers", "maps", "features")
     several = False
     what = "AdaPerceiver"
 
-    def __init__(self, recipe: AdaRecipe, task: Classify, device: torch.device) -> None:
+    def __init__(self, recipe: AdaRecipe, task: ImageTask, device: torch.device) -> None:
         super().__init__(recipe, task, device)
         self.epoch = 0
         network = self._loaded_teacher()
@@ -60,34 +59,34 @@ class AdaLearner(Learner):
 
     def _loaded_teacher(self) -> Any:
         """The network that `teacher` names: a transformer with nothing halted, or an AdaPerceiver at its largest."""
-        named, names = self.recipe.teacher, ("features",) if self.recipe.distill == "features" else ("logits",)
+        named, features = self.recipe.teacher, self.task.answers == "features"
         if named is None:
             return None
+        if not self.task.distils:
+            raise DwindleError(f"teacher = {named}: the task '{self.task.name}' learns from its targets alone.")
         try:
             model: Any = load(named)
         except DwindleError as error:
             raise DwindleError(f"teacher = {named}: {error}") from error
         if isinstance(model, AdaptiveViT):
             network: Any = adapt(model.unwrap(), Static())
-            shape = network.backbone.shape
+            shape, names = network.backbone.shape, ("states",) if features else ("logits",)
             self.teacher = Teacher(network, self.recipe, self.device, names, (shape.image[0], shape.image[1]))
             self.teacher.prefix, self.teacher.cells = shape.prefix, shape.grid()
         else:
-            side = (model.image, model.image)
+            side, names = (model.image, model.image), ("features",) if features else ("logits",)
             self.teacher = Teacher(model, self.recipe, self.device, names, side)
             self.teacher.cells = model.grid(side)
         return model
 
     def _build(self, network: Any) -> AdaPerceiver:
         """network: the teacher, as it was loaded."""
-        recipe, teacher = self.recipe, self.teacher
+        recipe, teacher, answers = self.recipe, self.teacher, self.task.answers
         options = dict(recipe.method_options)
-        options.setdefault("classes", self.task.classes)
         if recipe.image_size:
             options["image"] = recipe.image_size
-        if recipe.distill == "features":  # D.1: a dense network whose head, an MLP, predicts the teacher's features
-            if teacher is None:
-                raise DwindleError("distill = features needs a teacher; give one with --set teacher=FOLDER.")
+        if answers == "features":  # D.1: a dense network whose head, an MLP, predicts the teacher's features
+            assert teacher is not None
             halting = isinstance(network, AdaptiveViT)
             if not halting and network.outputs != "dense":
                 raise DwindleError(
@@ -98,12 +97,14 @@ class AdaLearner(Learner):
             model = AdaPerceiver.preset(recipe.model, **options)
             teacher.grid = model.grid((model.image, model.image))
             return model
-        model = AdaPerceiver.preset(recipe.model, **options)
+        options.setdefault("classes", self.task.outputs)
+        model = AdaPerceiver.preset(recipe.model, **options | ({"outputs": "dense"} if answers == "maps" else {}))
         if teacher is not None:
             assert recipe.teacher is not None
             teacher.classes = teacher_classes(network, self.task.train_images, recipe.teacher, self.device)
-        for images in self.task.images:
-            check_labels(images.labels, model.classes)
+        if answers == "classes":
+            for images in self.task.images:
+                check_labels(images.labels, model.classes)
         return model
 
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -225,23 +226,18 @@ class AdaLearner(Learner):
 
     def loss(self, answers: Tensor, y: Tensor, taught: Tensor | None) -> Tensor:
         """(S,) of answers (S, B, ...), each a mean over images."""
-        if self.recipe.distill == "features":
-            assert taught is not None
-            return feature_loss(answers, taught)
         recipe, answers = self.recipe, answers.float()
-        task_loss = self.task.loss or partial(label_loss, smoothing=recipe.smoothing)
         total = answers.new_zeros(len(answers))
         if recipe.label_weight:
-            total = total + recipe.label_weight * task_loss(answers, y).mean(-1)
+            total = total + recipe.label_weight * self.task.loss(answers, y).mean(-1)
         if taught is not None:
-            told = distill_loss(answers, taught, recipe.distill, recipe.teacher_temperature)
-            total = total + recipe.teacher_weight * told.mean(-1)
+            total = total + recipe.teacher_weight * self.task.distill(answers, taught).mean(-1)
         return total
 
     def evaluate(self, model: AdaPerceiver, **options: Any) -> dict[str, float]:
-        """Top-1 of the largest setting, and of it with each axis at its smallest (depth: half)."""
-        if self.recipe.distill == "features":
-            return {}
+        """At the largest setting, and at it with one axis at its smallest (depth: half)."""
+        if self.task.answers != "classes":
+            return self._most_and_fewest(model)
         found = grid(model, self.task.batches(train=False), device=self.device, amp=self.recipe.amp)
         top1 = 100 * found.correct.double().mean(-1)  # (W, L, G)
         half = (model.depth + 1) // 2 - 1
@@ -253,6 +249,34 @@ class AdaLearner(Learner):
             "gmacs": round(model.static_macs() / 1e9, 4),
             "images": found.correct.shape[-1],
         }
+
+    @torch.no_grad()
+    def _most_and_fewest(self, model: AdaPerceiver) -> dict[str, float]:
+        """What the task measures, with the most tokens and with the fewest."""
+        training, images = model.training, 0
+        sums: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+        model.eval()
+        for x, y in self.task.batches(train=False):
+            x, images = x.to(self.device), images + len(x)
+            targets = self._taught(x) if self._features else y.to(self.device)
+            answers = model.every(x, depths=[model.depth])[0]  # (G, B, ...)
+            for total, answer in zip(sums, (answers[-1], answers[0])):
+                for name, values in self.task.measure(answer, targets).items():
+                    total[name] = total.get(name, 0.0) + values.sum(0).double().cpu()
+        model.train(training)
+        most, fewest = (self.task.summary(total, images) for total in sums)
+        fewest = {f"{name}_fewest_tokens": value for name, value in fewest.items()}
+        return most | fewest | {"gmacs": round(model.static_macs() / 1e9, 4), "images": images}
+
+    @property
+    def _features(self) -> bool:
+        return self.task.answers == "features"
+
+    def _taught(self, x: Tensor) -> Tensor:
+        """What the teacher says of images."""
+        assert self.teacher is not None
+        (answers,) = self.teacher.ask(x).values()
+        return answers
 
 
 def _freeze(model: AdaPerceiver, reinit_from: dict[int, int] | None) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from ...core.method import require
 from ...errors import DwindleError, unknown
+from ...io.text import Vocabulary, open_text
 from ...runtime.dtypes import check_runs
 from ...settings import Share, fitted
 from ...show.drawing import file_stems
@@ -38,7 +39,6 @@ from .evaluate import evaluate as measure
 from .execute import LAYOUTS, AdaptiveLM
 from .generate import generate as write
 from .load import load_lm, own_text, vocabulary_of
-from .text import Vocabulary, open_text
 from .view import page
 
 PASSAGE = 2000  # characters of the model's own data that `view` shows when it is given nothing

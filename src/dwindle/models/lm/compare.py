@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ...experiments.compare import Compare, Job, Plan, Report, stem
 from ...experiments.results import read_result
+from ...io.text import Text
 from ...show.drawing import save_figure
 from .bench import bench_lm, compilable
 from .evaluate import calibrate, evaluate
 from .execute import AdaptiveLM
 from .figures import figures
 from .routing import Control
-from .text import Text
 from .train import LMRecipe
 
 COLUMNS = ["name", "seeds", "loss", "gap", "tlops_saved", "macs_saved", "loss_soft", "tau"]

@@ -14,8 +14,8 @@ from torch import Tensor
 from ...core import processes as ranks
 from ...core.cost import bisected
 from ...errors import DwindleError
+from ...io.text import windows
 from .execute import AdaptiveLM, tlops_saved
-from .text import windows
 
 
 @torch.inference_mode()

@@ -12,12 +12,12 @@ from torch import nn
 from ...errors import DwindleError, unknown
 from ...io.checkpoint import by_config, check_fit, check_method, filled, load_as, planned, read_both
 from ...io.config import CONFIG
+from ...io.text import Vocabulary
 from ...settings import checked
 from .execute import AdaptiveLM, adapt_lm
 from .hf import rebuild
 from .model import CharLM, LMSize
 from .routing import Router, Static
-from .text import Vocabulary
 
 
 def load_lm(source: str | os.PathLike, *, lm: nn.Module | None = None) -> AdaptiveLM:

@@ -1,10 +1,9 @@
-"""Training a language model: its recipe, the text it learns, and what a batch teaches it."""
+"""Training a language model: its recipe, and what a batch teaches it."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +11,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from ...errors import DwindleError
 from ...settings import AtLeast0, Batch, Depth, Size, Whole0, Whole1, Within
-from ...tasks.base import Source, Task
+from ...tasks.language import Language
 from ...train.learner import Learner
 from ...train.recipe import Training, made
 from ...train.schedule import cosine
@@ -22,7 +20,6 @@ from .evaluate import evaluate
 from .execute import AdaptiveLM, adapt_lm
 from .model import CharLM, LMSize
 from .routing import Router
-from .text import Text, check_long, open_text
 from .tsa import TSA, softly
 
 
@@ -67,52 +64,19 @@ class LMRecipe(Training):
         return CharLM(LMSize(vocabulary, self.blocks, self.width, self.heads, self.context, self.dropout))
 
 
-class Language(Task, name="language"):
-    """A text, whose sequences are drawn anew at every step. An epoch ends with an evaluation."""
-
-    numbered_by = "step"
-    needs_data = False
-    shown = ("task", "depth", "loss", "bpc", "tlops_saved", "macs_saved", "loss_soft", "train_tokens_per_s")
-    recipe: LMRecipe
-
-    def __init__(self, recipe: LMRecipe, source: Source, device: torch.device) -> None:
-        super().__init__(recipe, source, device)
-        for name, given in (("eval-data", source.eval_data), ("limit", source.limit)):
-            if given is not None:
-                raise DwindleError(f"--{name} {given} is for images; leave it out for a text.")
-        text = source.opened or open_text(recipe.data)
-        self.text = text.to(device)  # all of it: a step waits for no copy
-        for part in (self.text.train, self.text.val):
-            check_long(part, recipe.context, self.text.name)
-        self.batch, self.steps, self.steps_per_epoch = recipe.batch, recipe.steps, recipe.eval_every
-        self.eval_every = self.save_every = 1
-        self.places = self.text.places(recipe.batch, recipe.context, recipe.seed, recipe.steps)
-
-    @property
-    def shared(self) -> Text:  # type: ignore[override]
-        return self.text
-
-    def batches(self, train: bool, epoch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        first = epoch * self.steps_per_epoch
-        for places in self.places[first : first + self.steps_per_epoch]:
-            yield self.text.cut(places, self.recipe.context)
-
-    def extra(self) -> dict[str, Any]:
-        return {"vocabulary": self.text.vocabulary.characters, "data": {"train": Path(self.text.name).name}}
-
-
 class LMLearner(Learner):
     """A transformer from its recipe, and the router that says which tokens run which block."""
 
     recipe: LMRecipe
     task: Language
     model: AdaptiveLM
+    learns = ("text",)
     several = False
     what = "A language model"
 
     def __init__(self, recipe: LMRecipe, task: Language, device: torch.device) -> None:
         super().__init__(recipe, task, device)
-        self.model = adapt_lm(recipe.make_lm(len(task.text.vocabulary)), recipe.make_router()).to(device)
+        self.model = adapt_lm(recipe.make_lm(task.outputs), recipe.make_router()).to(device)
         self.recording = device.type == "cuda" and recipe.compile is not False
 
     @property

@@ -52,6 +52,8 @@ from ...show.terminal import (
     show_table,
     tell_images,
 )
+from ...tasks.base import check_unused, task_of
+from ...tasks.classify import load_classifier
 
 Budget = Annotated[
     float | None, typer.Option(help="Turn the model to this share of the static cost first (on the shipped photos).")
@@ -78,9 +80,11 @@ def evaluate(
     model = converted(load_as(AdaptiveViT, checkpoint), dtype, device_for(device))
     if threshold is not None:
         _turn_threshold(model, threshold)
-    images = evaluation_images(model, data, limit, holdout=holdout)
+    task = task_of(model, checkpoint)
+    check_unused(task, holdout=holdout, skip_corrupt=skip_corrupt or None)
+    images = task.evaluation_data(model, data, limit, holdout=holdout)
     images.skip = skip_corrupt
-    result = evaluated(model, images, batch, workers, device, layout=layout)
+    result = evaluated(model, images, batch, workers, device, layout=layout, task=task)
     if result is not None:
         show_table(f"{checkpoint} on {data} ({layout})", list(result), [list(result.values())])
         tell_images(images)
@@ -159,7 +163,7 @@ def view(
     device: Device = None,
 ) -> None:
     """What became of each patch."""
-    model = load_as(AdaptiveViT, checkpoint)
+    model = load_classifier(checkpoint)
     if threshold is not None:
         _turn_threshold(model, threshold)
     result = look(model, images, out, device_for(device))

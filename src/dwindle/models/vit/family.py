@@ -50,6 +50,8 @@ class VisionTransformers(Family):
                 "trained": model.method.trained,
             },
         }
+        if model.dense_head is not None:
+            config["head"] = model.dense_head.config
         return config | ({"weights": "int8"} if is_int8(model) else {})
 
     def load(self, folder: Path, config: dict[str, Any], inner: nn.Module | None) -> AdaptiveViT:

@@ -7,12 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...core.backbone import Backbone, backbone_of
+from ...core.heads import PatchHead
 from ...core.model import AdaptiveViT, adapt
 from ...errors import DwindleError, unknown
-from ...io.checkpoint import by_config, check_fit, check_method, filled, planned, read_both
+from ...io.checkpoint import ADDED, by_config, check_fit, check_method, filled, planned, read_both
 from ...io.config import CONFIG
 from ...methods import Method
 from ...methods.static import Static
@@ -29,13 +30,15 @@ def adapted(folder: Path, config: dict[str, Any], vit: nn.Module | None) -> Adap
     if kind not in WEIGHT_KINDS:
         raise unknown("kind of weights", kind, WEIGHT_KINDS, hint=f"{folder / CONFIG} names it")
     weights = read_both(folder, config)
-    parts = {"method": {n.removeprefix("method."): w for n, w in weights.items() if n.startswith("method.")}}
+    head = config.get("head")
+    parts = {"method": _behind("method.", weights)} | ({"dense_head": _behind("dense_head.", weights)} if head else {})
     if config["saved"] == "all":
-        parts["vit"] = {n: w for n, w in weights.items() if not n.startswith("method.")}
+        parts["vit"] = {n: w for n, w in weights.items() if not n.startswith(ADDED)}
     own = partial(Method.registry[method["name"]].from_config, method["options"])
 
     def make(vit: nn.Module, method: Method) -> AdaptiveViT:
-        model = adapt(vit, method)
+        made = PatchHead(width=backbone_of(vit).shape.width, **head) if head else None
+        model = adapt(vit, method, made)
         return to_int8(model) if kind == "int8" else model
 
     if vit is None:
@@ -54,6 +57,10 @@ def adapted(folder: Path, config: dict[str, Any], vit: nn.Module | None) -> Adap
         model = make(rebuild(backbone) if vit is None else vit, own())
     model.method.trained = model.method.held = method.get("trained", True)
     return filled(model, parts, folder)
+
+
+def _behind(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 
 
 def _rebuilder(folder: Path, config: dict[str, Any]) -> Callable[[dict[str, Any]], nn.Module]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dwindle.errors import DwindleError
-from dwindle.models.lm import text
-from dwindle.models.lm.text import Vocabulary, open_text, windows
+from dwindle.io import text
+from dwindle.io.text import Vocabulary, open_text, windows
 
 
 def test_shakespeare_ships():

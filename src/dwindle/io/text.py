@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import DwindleError, unknown
-from ...io.draws import mix
+from ..errors import DwindleError, unknown
+from .draws import mix
 
 KNOWN = ("shakespeare", "enwik8")
 ENWIK8_BYTES = 100_000_000
