@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision import transforms as t
 
+import dwindle
 from dwindle.errors import DwindleError
 from dwindle.io import batches as batches_module
 from dwindle.io import datasets as data_module
@@ -27,7 +28,8 @@ from dwindle.io.augment import Augment, applied, boxes, erased, jittered, noise
 from dwindle.io.batches import Resident, draws, loader
 from dwindle.io.datasets import Images, check_labels, hold_out, limit, open_data
 from dwindle.io.draws import seeded
-from dwindle.io.images import Preprocess, load_image
+from dwindle.io.images import Preprocess, load_image, preprocess_of
+from dwindle.methods.tome import ToMe
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 real = pytest.mark.skipif(not SHARED.is_dir(), reason=f"the real data folder {SHARED} is absent")
@@ -737,10 +739,9 @@ def test_preprocess_of_a_model():
     import timm
 
     vit = timm.create_model("deit_tiny_patch16_224", img_size=64, depth=1)
-    assert Preprocess.of(vit) == Preprocess(size=64, crop_pct=0.9)
-    assert Preprocess.of(torch.nn.Linear(1, 1)) == Preprocess()
-    plain = types.SimpleNamespace(patch_embed=types.SimpleNamespace(img_size=(48, 48)))
-    assert Preprocess.of(plain) == Preprocess(size=48)
+    assert preprocess_of(dwindle.adapt(vit, ToMe(r=1))) == Preprocess(size=64, crop_pct=0.9)
+    plain = timm.models.VisionTransformer(img_size=48, patch_size=8, embed_dim=16, depth=1, num_heads=1)
+    assert preprocess_of(dwindle.adapt(plain, ToMe(r=1))) == Preprocess(size=48)
 
 
 def test_preprocess_survives_json():

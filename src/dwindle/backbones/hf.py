@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.backbone import LINEAR, Backbone, BlockParts, Shape, activation_name, as_written, linear_macs
-from ..errors import DwindleError, unknown
+from ..errors import DwindleError, listed, unknown
 from ..settings import Above0, AtLeast0, Classes, Count, Depth, ImageSize, Share, Size, Within, Word, options
 
 # class name -> attribute of the tower below the classifier
@@ -65,6 +65,7 @@ class Plain(TypedDict, total=False):
 
 class HuggingFaceViT(Backbone):
     family = "hf"
+    takes = f"Hugging Face's {listed(_TOWERS, 'and')}"
     vit: Any
     any_size = True  # position embeddings are interpolated
 
@@ -76,14 +77,8 @@ class HuggingFaceViT(Backbone):
     @classmethod
     def claims(cls, vit: nn.Module) -> bool:
         # Nothing of transformers is imported: a model of it can only exist where it was.
-        transformers = sys.modules.get("transformers")
-        if transformers is None or not isinstance(vit, getattr(transformers, "PreTrainedModel", ())):
-            return False
-        if type(vit).__name__ not in _TOWERS:
-            raise DwindleError(
-                f"{type(vit).__name__} cannot be adapted; of Hugging Face's models these can: {', '.join(_TOWERS)}."
-            )
-        return True
+        base = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+        return isinstance(vit, base) and type(vit).__name__ in _TOWERS
 
     @property
     def tower(self) -> Any:
@@ -148,7 +143,7 @@ class HuggingFaceViT(Backbone):
     def once(self, block: Any, x: Tensor) -> Any:
         block.gradient_checkpointing = False
         try:
-            return block(x)
+            return self.call(block, x)
         finally:
             block.gradient_checkpointing = True
 

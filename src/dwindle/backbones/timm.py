@@ -54,6 +54,7 @@ class Unnamed(Named, total=False):
 
 class TimmViT(Backbone):
     family = "timm"
+    takes = "timm's VisionTransformer"
     vit: Any  # a VisionTransformer
 
     def __init__(self, vit: VisionTransformer) -> None:
@@ -107,6 +108,12 @@ class TimmViT(Backbone):
 
     def normed(self, stream_BND: Tensor) -> Tensor:
         return self.vit.norm(stream_BND)
+
+    @property
+    def preprocess(self) -> dict[str, Any]:
+        known = getattr(self.vit, "pretrained_cfg", None) or {}
+        kept = {name: known[name] for name in ("mean", "std", "interpolation", "crop_pct") if known.get(name)}
+        return super().preprocess | kept
 
     def reset_head(self, classes: int) -> None:
         self.vit.reset_classifier(classes)

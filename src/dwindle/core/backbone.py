@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import DwindleError
+from ..errors import DwindleError, listed
 from ..ops.int8 import Int8Linear
 from .heads import PatchHead
 from .registry import discover
@@ -127,6 +127,7 @@ class Backbone:
 
     families: ClassVar[list[type[Backbone]]] = []
     family: ClassVar[str]
+    takes: ClassVar[str]  # which models, in the sentence that refuses another
     any_size: bool = False  # accepts images of other sizes than the one it was built for
     described: dict[str, Any] | None = None  # what `describe` said before layers were exchanged
     head: PatchHead | None = None  # answers in the place of the family's own head
@@ -220,6 +221,11 @@ class Backbone:
     def rebuild(described: dict[str, Any]) -> nn.Module:
         raise NotImplementedError
 
+    @property
+    def preprocess(self) -> dict[str, Any]:
+        """How images were prepared for it, as settings of `io.images.Preprocess`; what is not named is as usual."""
+        return {"size": self.shape.image[-1]}
+
     def reset_head(self, classes: int) -> None:
         """A new head of the family's own, for so many classes."""
         raise NotImplementedError
@@ -295,7 +301,8 @@ class Backbone:
 
     def _run(self, block: nn.Module, tokens: Tokens, probe: Probe) -> Tokens:
         run = Run(tokens, probe)
-        after = tokens.update(self._again(block, run) if self.recomputes else run.calling(block), block, probe)
+        call = self._again(block, run) if self.recomputes else run.calling(partial(self.call, block))
+        after = tokens.update(call, block, probe)
         if not run.called:
             return after  # the layout ran the block by its parts
         if not run.attended:
@@ -305,9 +312,13 @@ class Backbone:
             )
         return after.changed(probed=run.probed)
 
-    def once(self, block: nn.Module, x: Tensor) -> Any:
-        """The block's forward, without a checkpoint of the family's own: that would run it again outside of any run."""
+    def call(self, block: nn.Module, x: Tensor) -> Any:
+        """The block's forward on rows, by the arguments that the family gives it."""
         return block(x)
+
+    def once(self, block: nn.Module, x: Tensor) -> Any:
+        """`call` without a checkpoint of the family's own: that would run it again outside of any run."""
+        return self.call(block, x)
 
     def _again(self, block: nn.Module, run: Run) -> Callable[[Tensor], Tensor]:
         """The block's forward, which the backward pass runs once more instead of keeping what is in between. That run
@@ -343,7 +354,8 @@ def backbone_of(vit: nn.Module) -> Backbone:
     for family in Backbone.families:
         if family.claims(vit):
             return family(vit)
+    known = listed([family.takes for family in Backbone.families], "and")
     raise DwindleError(
-        f"{type(vit).__name__} cannot be adapted: it is not a plain vision transformer with one sequence of tokens "
-        "from first block to last (timm's VisionTransformer, or Hugging Face ViT, DeiT, DINOv2 with a classifier)."
+        f"{type(vit).__name__} cannot be adapted: it is no plain vision transformer, with one sequence of tokens from "
+        f"first block to last, of a family known here: {known}."
     )

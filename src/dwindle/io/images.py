@@ -9,7 +9,7 @@ import os
 import stat
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from ..core.registry import family_of
 from ..errors import DwindleError, brief, unknown
 from ..files import shown
 from ..settings import Above0, ImageSize, Within, check_fields
-
-if TYPE_CHECKING:
-    pass
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # Pillow's rarer decoders are slow to ask and less safe
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb; here it is an error
@@ -212,15 +209,6 @@ class Preprocess:
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-    @classmethod
-    def of(cls, vit: Any) -> Preprocess:
-        """What a timm model was trained with; the defaults, at the model's own size, for any other."""
-        cfg = getattr(vit, "pretrained_cfg", None) or {}
-        size = getattr(getattr(vit, "patch_embed", None), "img_size", None)
-        size = size or getattr(getattr(vit, "config", None), "image_size", None) or cfg.get("input_size") or cls.size
-        kept = {k: cfg[k] for k in ("mean", "std", "interpolation", "crop_pct") if cfg.get(k)}
-        return cls(size=size if isinstance(size, int) else size[-1], **kept)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -52,7 +52,7 @@ class ViTLearner(Learner):
         method = recipe.make_method()
         self.teacher = self._teacher(vit, method)
         self.model = adapt(vit, method, head).to(device)
-        preprocess, patch = Preprocess.of(vit), self.model.backbone.shape.patch
+        preprocess, patch = Preprocess(**self.model.backbone.preprocess), shape.patch
         if any(preprocess.size % side for side in patch):
             raise DwindleError(
                 f"image_size = {preprocess.size} is no multiple of the patch size, {patch[0]} x {patch[1]}; give one "

@@ -12,7 +12,6 @@ from ...core.model import AdaptiveViT
 from ...core.registry import Family, discover
 from ...io.card import vision_card
 from ...io.hub import push_to_hub
-from ...io.images import Preprocess
 from ...ops.int8 import is_int8
 from ...runtime.prepared import PreparedViT
 from .load import adapted
@@ -63,7 +62,7 @@ class VisionTransformers(Family):
         return vision_card(config, name, told)
 
     def preprocess(self, model: AdaptiveViT) -> dict[str, Any]:
-        return Preprocess.of(model.vit).to_dict()
+        return model.backbone.preprocess
 
     def prepare(self, model: AdaptiveViT, **options: Any) -> PreparedViT:
         return PreparedViT(model, **options)
