@@ -86,7 +86,10 @@ class _Unfit(Exception):
 
 def checked(call: Call) -> Call:
     """The function or constructor, taking what its annotations allow: lists where they want tuples (JSON has none),
-    and numpy's numbers as Python's."""
+    and numpy's numbers as Python's.
+
+    An argument that is a dataclass groups settings that belong together: its fields are given by their own names.
+    """
     signature = inspect.signature(call)
     named = [name for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
@@ -94,8 +97,10 @@ def checked(call: Call) -> Call:
     @wraps(call)
     def asked(*args: Any, **kwargs: Any) -> Any:
         owner = type(args[0]).__name__ if named[:1] == ["self"] else call.__name__
+        groups = _groups(call)
         if not takes_all:
-            _check_names(owner, kwargs, [name for name in named if name != "self"])
+            _check_names(owner, kwargs, [name for name in parameters(call) if name != "self"] + list(groups))
+        kwargs = _folded(kwargs, groups, owner)
         try:
             bound, kinds = signature.bind(*args, **kwargs), _kinds(call)
         except TypeError as error:
@@ -109,13 +114,45 @@ def checked(call: Call) -> Call:
     return cast(Call, asked)
 
 
-def check_fields(owner: Any) -> None:
-    """Of a dataclass; its lists become tuples where it wants those."""
-    whose: Any = type(owner)
+def parameters(call: Any) -> dict[str, Any]:
+    """Defaults by name, those of groups among them, in order; `inspect.Parameter.empty` where there is none."""
+    made: dict[str, Any] = {}
+    groups = _groups(call)
+    for name, parameter in inspect.signature(call).parameters.items():
+        if name in groups:
+            made |= {field.name: getattr(groups[name], field.name) for field in dataclasses.fields(groups[name])}
+        else:
+            made[name] = parameter.default
+    return made
+
+
+def _groups(call: Any) -> dict[str, Any]:
+    """Arguments whose defaults are dataclasses of ours."""
+    found = inspect.signature(call).parameters.items()
+    return {name: p.default for name, p in found if dataclasses.is_dataclass(p.default)}
+
+
+def _folded(given: dict[str, Any], groups: dict[str, Any], owner: str) -> dict[str, Any]:
+    """With the fields of groups in their groups."""
+    made = dict(given)
+    for name, default in groups.items():
+        loose = {f.name: made.pop(f.name) for f in dataclasses.fields(default) if f.name in made}
+        if not isinstance(made.get(name, default), type(default)):
+            kind = type(default).__name__
+            raise DwindleError(f"{name} = {brief(made[name])}: it must be a {kind} (a setting of {owner}).")
+        if loose or name in made:
+            made[name] = dataclasses.replace(made.get(name, default), **loose)
+            check_fields(made[name], owner)
+    return made
+
+
+def check_fields(group: Any, owner: str | None = None) -> None:
+    """Of a dataclass; its lists become tuples where it wants those. owner: whose settings they are; None: its own."""
+    whose: Any = type(group)
     kinds = _kinds(whose)
-    for field in dataclasses.fields(owner):
-        value = fitted(getattr(owner, field.name), kinds[field.name], field.name, whose.__name__)
-        object.__setattr__(owner, field.name, value)  # also of a frozen one
+    for field in dataclasses.fields(group):
+        value = fitted(getattr(group, field.name), kinds[field.name], field.name, owner or whose.__name__)
+        object.__setattr__(group, field.name, value)  # also of a frozen one
 
 
 def options(given: Any, kind: Any, owner: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 
@@ -102,6 +103,59 @@ def test_aht_supervisor_is_section_3_3():
     torch.testing.assert_close(out.logits, model.vit.forward_head(model.vit.norm(t)), atol=1e-5, rtol=1e-4)
 
 
+def test_as_printed_is_listing_1_1():
+    """The listing and Eq. 1-3 written down plainly: every token is treated alike, the class token too; the planners see
+    a mean over all tokens; a halted token's plan is 0, and all means are over all K tokens."""
+    model = build("vit", dwindle.AHT.as_printed(stages=(1, 3), gamma=2.0, beta=-1.0), torch.float64)
+    method, vit, x = model.method, model.vit, images_for(model, 3, torch.float64)
+    tokens = model.backbone.embed(x)
+    active, cumulative = torch.ones(3, 17, dtype=torch.bool), torch.zeros(3, 17, dtype=torch.float64)
+    scores, depth, plans = [], torch.zeros(3, 17, dtype=torch.long), {}
+    for layer, block in enumerate(vit.blocks, 1):
+        new, features = tokens.clone(), torch.zeros(3, 17, dtype=torch.float64)
+        for b in range(3):  # what has halted is masked: no key, no query
+            if active[b].any():
+                rows = tokens[b : b + 1, active[b]]
+                features[b, active[b]] = block.mlp.fc1(block.norm2(rows + block.attn(block.norm1(rows))))[0, :, 0]
+                new[b, active[b]] = block(rows)[0]
+        tokens = new
+        h = torch.sigmoid(method.gamma * features + method.beta) * active
+        cumulative, depth = cumulative + h, depth + active
+        if layer in (1, 3):
+            planner = method.planners[str(layer)]
+            hidden = torch.relu(planner.token(tokens) + planner.context(tokens.mean(1, keepdim=True)))
+            plans[layer] = (1 + 3 * torch.sigmoid(planner.out(hidden)[..., 0])) * active
+        scores.append(h)
+        active = active & (cumulative < 1.0)
+    with torch.no_grad():
+        out = model(x, "packed")
+    assert torch.equal(out.trace.depth, depth) and len(depth.unique()) > 2
+    torch.testing.assert_close(out.logits, vit.forward_head(vit.norm(tokens)))
+    for layer, plan in plans.items():
+        torch.testing.assert_close(out.trace.plans[layer].nan_to_num(0.0), plan)
+
+    layers, total, divergence = torch.arange(1.0, 5.0, dtype=torch.float64), [], []
+    for b, k in itertools.product(range(3), range(17)):
+        n = int(depth[b, k])
+        p = torch.zeros(4, dtype=torch.float64)
+        p[: n - 1] = torch.stack(scores)[: n - 1, b, k]
+        p[n - 1] = 1 - p.sum()  # the remainder
+        total.append((layers * p).sum())
+        for plan in plans.values():
+            q = torch.softmax(-((layers - plan[b, k]) ** 2) / 2, 0)
+            divergence.append(torch.special.xlogy(p, p / q).sum())
+    terms = model.train()(x), torch.tensor([0, 1, 2])
+    terms = model.loss(*terms)
+    torch.testing.assert_close(terms["ponder"], torch.stack(total).mean())
+    torch.testing.assert_close(terms["target_depth"], torch.stack(divergence).mean())
+    torch.testing.assert_close(terms["total"], terms["task"] + 0.05 * terms["ponder"] + 0.5 * terms["target_depth"])
+    assert set(terms) == {"task", "ponder", "target_depth", "total"}
+    # Every gradient flows everywhere: the KL reaches planners, supervisor and backbone.
+    terms["target_depth"].backward()
+    reached = [vit.blocks[0].attn.qkv.weight, method.gamma, method.planners["1"].out.weight]
+    assert all(weight.grad.abs().max() > 0 for weight in reached)
+
+
 @torch.no_grad()
 def test_planners_are_small_and_within_range_and_silent_for_the_halted():
     small = dwindle.adapt(timm.create_model("deit_small_patch16_224"), dwindle.AHT())
@@ -160,7 +214,7 @@ def eq_2(h: list[float], plan: float, sigma: float) -> float:
 def test_eq_2_and_its_gradients_at_every_gap(sigma):
     """Plan and exit up to 11 blocks apart: there a probability is 1e-300 and below."""
     stages, blocks = (1,), 12
-    method = dwindle.AHT.as_printed(stages=stages, sigma=sigma, p_actual="hazard", plan_leads=False)
+    method = dwindle.AHT.as_printed(stages=stages, sigma=sigma, p_actual="hazard", halt_class=False)
     method.bind(
         dwindle.adapt(timm.create_model("vit_tiny_patch16_224", num_classes=5), dwindle.Static()).backbone.shape
     )
@@ -195,15 +249,16 @@ def test_eq_2_and_its_gradients_at_every_gap(sigma):
 @pytest.mark.parametrize("p_actual", ["act", "hazard"])
 @pytest.mark.parametrize("ponder", ["expected", "remainder"])
 @pytest.mark.parametrize("halted_plans", ["skip", "zero"])
-def test_aht_losses_are_the_equations(p_actual, ponder, halted_plans):
-    options = {"p_actual": p_actual, "ponder": ponder, "halted_plans": halted_plans}
+@pytest.mark.parametrize("halt_class", [False, True])
+def test_aht_losses_are_the_equations(p_actual, ponder, halted_plans, halt_class):
+    options = {"p_actual": p_actual, "ponder": ponder, "halted_plans": halted_plans, "halt_class": halt_class}
     model = build("vit", dwindle.AHT.as_printed(stages=(1, 3), gamma=2.0, beta=-1.0, **options), torch.float64).train()
     out = model(images_for(model, 2, torch.float64))
     terms = model.loss(out, torch.tensor([0, 1]))
     trace, layers = out.trace, torch.arange(1.0, 5.0, dtype=torch.float64)
     total_ponder, total_kl = [], {1: [], 3: []}
     for b in range(2):
-        for k in range(1, 17):  # the class token does not halt and is left out
+        for k in range(not halt_class, 17):  # a class token that does not halt is left out
             n, h = int(trace.depth[b, k]), trace.scores[:, b, k]
             p = torch.zeros(4, dtype=torch.float64)
             rest = 1.0

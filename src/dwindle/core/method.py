@@ -5,7 +5,6 @@ A method is one file in `dwindle/methods`. It is found by itself; nothing else n
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import DwindleError
 from ..ops.merging import Merge
 from ..ops.rows import Rows
-from ..settings import checked
+from ..settings import checked, parameters
 from .backbone import Shape
 from .cost import budget_share
 from .tokens import Probe, Tokens
@@ -158,7 +157,7 @@ def goal(budget: float | str, shape: Shape, share: float) -> float:
 
 def settings(owner: nn.Module) -> dict[str, Any]:
     """Constructor arguments as they stand now, as JSON."""
-    return {name: _plain(getattr(owner, name)) for name in inspect.signature(type(owner)).parameters}
+    return {name: _plain(getattr(owner, name)) for name in parameters(type(owner))}
 
 
 def _plain(value: Any) -> Any:

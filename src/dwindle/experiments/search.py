@@ -7,7 +7,6 @@ never opened. A killed search goes on where it was when it is started again with
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import math
 import os
@@ -25,7 +24,6 @@ from ..io.datasets import Images, hold_out
 from ..io.datasets import limit as draw
 from ..io.draws import mix
 from ..io.sets import training_images
-from ..methods import Method
 from ..train.loop import Run
 from ..train.recipe import Recipe, Training, changed
 from ..train.state import STATE, defaults, differing
@@ -139,9 +137,6 @@ def _check(recipe: Recipe, space: Space, trials: int, weight: float) -> None:
         trial = changed(recipe, [f"{key}={float(low)!r}"])  # refuses settings that are no real numbers
         trial.check()
         trial.make_method()
-        option = inspect.signature(Method.registry[recipe.method]).parameters.get(key.removeprefix("method."))
-        if key.startswith("method.") and option is not None and "float" not in str(option.annotation):
-            raise DwindleError(f"{key} is {option.annotation}; a search draws real numbers, such as method.lambda_p.")
 
 
 def _study(folder: Path, given: dict[str, Any], recipe: Recipe) -> optuna.Study:

@@ -6,6 +6,7 @@ that, and `AHT.as_printed()` is the paper. docs/methods/aht.md says what each ch
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -48,6 +49,9 @@ PRINTED: dict[str, Any] = {
     "gamma": 5.0,
     "beta": -10.0,
     "budget": None,
+    "halt_class": True,
+    "halted_plans": "zero",
+    "context": "all",
     "follow": 0.0,
     "straight_through": False,
     "detach": False,
@@ -59,8 +63,63 @@ PRINTED: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Supervisor:
+    """h = sigmoid(gamma * f + beta), f the neuron of that number after the MLP's first linear layer.
+
+    gamma, beta: where they begin to learn.
+    """
+
+    neuron: Whole0 = 0
+    gamma: float = 1.0
+    beta: float = 2.0
+
+
+@dataclass(frozen=True)
+class Grounding:
+    """What ties plans to the task, beside the paper's terms.
+
+    follow: the plan joins the supervisor's feature, f + follow * (l - plan); 0 is the paper, where plans are only a
+        training target. softness: how far about the bar a plan passes from stop to go.
+    straight_through: the task loss reaches scores and planners through the hard decision.
+    detach: the halting terms train the borrowed neuron and the planners, not the backbone under them.
+    plan_leads: the KL moves the supervisor towards the plan, not the plan towards the supervisor.
+    lambda_i: weight of the importance term, used with a teacher: planners learn to predict its class token's attention.
+    ramp: share of the training over which budget and loss weights are brought in.
+    """
+
+    follow: float = 3.0
+    softness: Above0 = 0.1
+    straight_through: bool = True
+    detach: bool = True
+    plan_leads: bool = True
+    lambda_i: float = 0.2
+    ramp: Share = 0.3
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the paper is read where it can be read in several ways.
+
+    p_actual: the distribution behind the scores, 'act' (scores, then a remainder) or 'hazard'.
+    ponder: a form of Eq. 1 with a gradient, 'expected' (mean depth under p_actual) or 'remainder' (N + r).
+    halted_plans: tokens halted before a stage are left out of its KL ('skip') or planned at 0 ('zero', Listing 1.1).
+    context: a planner sees the mean over the tokens that are 'live', or over 'all' (Listing 1.1 hands it all of them).
+    halt_class: whether the class token and other prefix tokens may halt.
+    """
+
+    p_actual: Literal["act", "hazard"] = "hazard"
+    ponder: Literal["expected", "remainder"] = "expected"
+    halted_plans: Literal["skip", "zero"] = "skip"
+    context: Literal["live", "all"] = "live"
+    halt_class: bool = False
+
+
+SUPERVISOR, GROUNDING, READING = Supervisor(), Grounding(), Reading()
+
+
 class Planner(nn.Module):
-    """Two-layer ReLU MLP on a token's features and the mean over the live tokens of its image: one number per token."""
+    """Two-layer ReLU MLP on a token's features and a mean over the tokens of its image: one number per token."""
 
     def __init__(self, shape: Shape, hidden: int) -> None:
         super().__init__()
@@ -73,18 +132,18 @@ class Planner(nn.Module):
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("deviation", torch.ones(()))
 
-    def forward(self, tokens: Tokens, x: Tensor) -> Tensor:
-        context = tokens.per_image(self.context(tokens.image_mean(x)))
+    def forward(self, tokens: Tokens, x: Tensor, mean_BD: Tensor) -> Tensor:
+        context = tokens.per_image(self.context(mean_BD))
         hidden = torch.relu(self.token(x) + context)
         return wide(self.out(hidden)[..., 0])
 
-    def standing(self, tokens: Tokens, x: Tensor) -> Tensor:
+    def standing(self, tokens: Tokens, x: Tensor, mean_BD: Tensor) -> Tensor:
         """A token's score among all tokens of all images, with mean 0 and deviation 1; the lowest stop first.
 
         Standardised as in batch norm, by the batch in training and by running moments after it. So plans cannot
         collapse to one depth whatever the losses push, and what becomes of an image does not depend on its batch.
         """
-        score: Tensor = self(tokens, x)
+        score: Tensor = self(tokens, x, mean_BD)
         if not self.training:
             return (score - self.mean) / self.deviation
         mean, deviation = _moments(score, tokens.counted & ~tokens.is_prefix)
@@ -116,25 +175,15 @@ class AHT(Method):
         budget: Budget = 0.67,
         lambda_p: float = 5e-2,
         lambda_t: float = 0.05,
-        lambda_i: float = 0.2,
         sigma: Above0 = 1.0,
-        neuron: Whole0 = 0,
-        gamma: float = 1.0,
-        beta: float = 2.0,
         hidden: Size | None = None,
-        follow: float = 3.0,
-        softness: Above0 = 0.1,
-        straight_through: bool = True,
-        detach: bool = True,
-        plan_leads: bool = True,
-        p_actual: Literal["act", "hazard"] = "hazard",
-        ponder: Literal["expected", "remainder"] = "expected",
-        halted_plans: Literal["skip", "zero"] = "skip",
-        halt_class: bool = False,
         merge: Literal["none", "nearest", "rest"] = "none",
-        ramp: Share = 0.3,
+        supervisor: Supervisor = SUPERVISOR,
+        grounding: Grounding = GROUNDING,
+        reading: Reading = READING,
     ) -> None:
-        """
+        """The fields of the last three are given by their own names: AHT(follow=2.0, gamma=5.0).
+
         stages: planners sit after these blocks. hidden: width of their hidden layer; None: a quarter of the model's.
         threshold: T; a token halts when its scores add up to T. Set it after training to trade cost for accuracy. One
             score is always below 1, so at the paper's T = 1 a token runs one more block than it was planned to.
@@ -142,36 +191,24 @@ class AHT(Method):
             token that stands below the bar stops at the stage, one above it goes to the end, and the bar moves.
             None: plans are free depths, as printed, and lambda_p alone decides what they cost.
         lambda_p, lambda_t: weights of the ponder cost (Eq. 1) and of the target-depth term (Eq. 2).
-        lambda_i: weight of the importance term, used with a teacher: planners learn to predict its class token's
-            attention.
         sigma: width of the planned distribution (Eq. 3).
-        neuron, gamma, beta: h = sigmoid(gamma * f + beta), f that neuron after the MLP's first linear layer.
-        follow: the plan joins the supervisor's feature, f + follow * (l - plan); 0 is the paper, where plans are
-            only a training target. softness: how far about the bar a plan passes from stop to go.
-        straight_through: the task loss reaches scores and planners through the hard decision.
-        detach: the halting terms train the borrowed neuron and the planners, not the backbone under them.
-        plan_leads: the KL moves the supervisor towards the plan, not the plan towards the supervisor.
-        p_actual: the distribution behind the scores, 'act' (scores, then a remainder) or 'hazard'.
-        ponder: a form of Eq. 1 with a gradient, 'expected' (mean depth under p_actual) or 'remainder' (N + r).
-        halted_plans: tokens halted before a stage are left out of its KL ('skip') or planned at 0 ('zero', Listing 1).
-        halt_class: whether the class token and other prefix tokens may halt.
         merge: what a halted token leaves behind. 'none': nothing, as in the paper; 'nearest': it joins the most alike
             token that goes on, which becomes their mean and counts in attention as that many tokens (as in ToMe; from
             the first stage on); 'rest': all that halt join one token of the image.
-        ramp: share of the training over which budget and loss weights are brought in.
         """
         super().__init__()
         self.stages = tuple(sorted(set(stages)))
         self.threshold, self.budget, self.sigma = float(threshold), budget, sigma
-        self.lambda_p, self.lambda_t, self.lambda_i = lambda_p, lambda_t, lambda_i
+        self.lambda_p, self.lambda_t, self.hidden, self.merge = lambda_p, lambda_t, hidden, merge
         self.relative = budget is not None  # apart from its value, on which a compiled step would be fixed
-        self.neuron, self.hidden, self.follow, self.softness = neuron, hidden, follow, softness
-        self.straight_through, self.detach, self.plan_leads = straight_through, detach, plan_leads
-        self.p_actual, self.ponder, self.halted_plans, self.halt_class = p_actual, ponder, halted_plans, halt_class
-        self.merge = merge
-        self.ramp = ramp
-        self.gamma = nn.Parameter(torch.tensor(float(gamma)))
-        self.beta = nn.Parameter(torch.tensor(float(beta)))
+        self.neuron = supervisor.neuron
+        self.gamma = nn.Parameter(torch.tensor(float(supervisor.gamma)))
+        self.beta = nn.Parameter(torch.tensor(float(supervisor.beta)))
+        self.follow, self.softness, self.ramp = grounding.follow, grounding.softness, grounding.ramp
+        self.straight_through, self.detach = grounding.straight_through, grounding.detach
+        self.plan_leads, self.lambda_i = grounding.plan_leads, grounding.lambda_i
+        self.p_actual, self.ponder, self.context = reading.p_actual, reading.ponder, reading.context
+        self.halted_plans, self.halt_class = reading.halted_plans, reading.halt_class
         self.planners = nn.ModuleDict()
         self.bar: Tensor
         self.register_buffer("bar", torch.tensor(-2.0))  # nearly all scores are above it
@@ -264,7 +301,7 @@ class AHT(Method):
         """Planned depths in [1, L], written to the tokens' notes; what the trace records of them."""
         planner: Any = self.planners[str(layer)]
         blocks = self.shape.blocks
-        if tokens.rows is not None and self.relative:
+        if tokens.rows is not None and self.relative and self.context == "live":
             made_with = Plan(
                 planner.token.weight,
                 planner.context.weight,
@@ -282,11 +319,12 @@ class AHT(Method):
             standing, tokens.notes["plan"] = plan_rows(tokens.x, tokens.rows, mean, made_with)
             return {"plan": tokens.notes["plan"], "standing": standing}
         x = tokens.x.detach() if self.detach else tokens.x
+        mean = tokens.image_mean(x) if self.context == "live" else tokens.stream().to(x.dtype).mean(1)
         if not self.relative:
-            plan = 1 + (blocks - 1) * torch.sigmoid(planner(tokens, x))
+            plan = 1 + (blocks - 1) * torch.sigmoid(planner(tokens, x, mean))
             record = {"plan": plan}
         else:
-            standing = planner.standing(tokens, x)
+            standing = planner.standing(tokens, x, mean)
             plan = layer + (blocks - layer) * torch.sigmoid(
                 (standing - self.operating_value(tokens, "bar")) / self.softness
             )
