@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -159,6 +160,7 @@ def search(
     """Search lambda_p and lambda_t with Optuna, judged on held-out training images. A killed search goes on."""
     settings: Any = changed(find_recipe(recipe)(), set or [])
     check_searchable(settings, recipe)
+    logging.getLogger("optuna").setLevel(logging.WARNING)  # the table says what its log would
     with progress_bar() as bar:
         task = bar.add_task("trials", total=trials)
         result = look(

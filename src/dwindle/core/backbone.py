@@ -331,8 +331,6 @@ class Backbone:
 
 @cache
 def _compiled_run() -> Callable[[Backbone, nn.Module, Tokens, Probe], Tokens]:
-    # A graph for each way tokens can come (whole, masked, gated, probed) and each size of batch: not for every block.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     return torch.compile(Backbone._run, dynamic=False, options={"guard_filter_fn": _guarded})
 
 

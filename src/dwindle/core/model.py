@@ -297,6 +297,16 @@ class AdaptiveViT(nn.Module):
         image = None if trace is None else (trace.grid[0] * shape.patch[0], trace.grid[1] * shape.patch[1])
         return static_macs(shape, image)
 
+    def with_method(self, method: Method) -> AdaptiveViT:
+        """These weights under another method. Both hold the same wrapped model, which stays adapted."""
+        other = AdaptiveViT.__new__(type(self))
+        nn.Module.__init__(other)
+        state = {name: value for name, value in vars(self).items() if name not in vars(other)}
+        other.__dict__.update(state)
+        method.bind(self.backbone.shape)
+        other.vit, other.dense_head, other.method = self.vit, self.dense_head, method
+        return other.train(self.training)
+
     def unwrap(self) -> nn.Module:
         """The wrapped model, as it was before `adapt` (its weights as trained since)."""
         self.backbone.remove()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,6 +50,9 @@ class Run:
         return call
 
 
+GRAPHS = 64  # that blocks may be compiled to, all of a process together
+
+
 class _Now(threading.local):
     """What is in progress in this thread. Thread-local: one model may serve several threads."""
 
@@ -68,8 +71,11 @@ def compiled_now() -> bool:
 def compiling(wanted: bool) -> Iterator[None]:
     """Blocks that this thread runs in here run compiled: one graph, which all blocks of a model share."""
     before, _now.compiled = _now.compiled, wanted
+    # A graph for each way tokens can come (whole, masked, gated, probed) and each size of batch, not for every block.
+    more = torch._dynamo.config.patch(recompile_limit=GRAPHS) if wanted else nullcontext()
     try:
-        yield
+        with more:
+            yield
     finally:
         _now.compiled = before
 

@@ -106,16 +106,11 @@ def measure(model: AdaptiveViT, stream: Stream) -> Measured:
 @torch.inference_mode()
 def measure_static(model: AdaptiveViT, name: str, stream: Stream) -> Baseline:
     """One pass of the same weights without the method."""
-    method, right = model.method, []
-    model.method = Static()
-    model.method.bind(model.backbone.shape)
-    try:
-        fast = quickest(model.eval().to(stream.device), len(stream.images))
-        for x in stream.batches(model, "comparing with static"):
-            result = fast(x)
-            right.append(_numpy(result.logits.argmax(-1)))
-    finally:
-        model.method = method
+    static = model.with_method(Static()).eval().to(stream.device)
+    fast, right = quickest(static, len(stream.images)), []
+    for x in stream.batches(static, "comparing with static"):
+        result = fast(x)
+        right.append(_numpy(result.logits.argmax(-1)))
     return Baseline(name, np.concatenate(right) == stream.images.labels, model.static_macs(result.trace) / 1e9)
 
 

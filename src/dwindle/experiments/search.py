@@ -106,7 +106,6 @@ def _optuna() -> Any:
         import optuna
     except ImportError as error:
         raise DwindleError('A search needs Optuna, which is missing here: pip install "dwindle[search]".') from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # the table says what its log would
     return optuna
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -58,25 +59,27 @@ def bench_lm(
         static = torch.compile(static)
         model.compile_blocks()
     rows = []
-    for batch in batches:
-        size = (batch, shape.context)
-        if compiled:
-            torch._dynamo.reset()  # each batch gets code for its own size; of a second one it would be for any
-        drawn = torch.randint(0, shape.vocabulary, size, generator=torch.Generator().manual_seed(0)).to(place)
-        jobs: list[tuple[str, Tensor, Tensor | None]] = [
-            ("forced", drawn, forced_keep(shape.blocks, size, f).to(place)) for f in fractions
-        ]
-        if ids is not None and len(ids) >= batch * shape.context:
-            jobs.append(("own", ids[: batch * shape.context].view(size).long().to(place), None))
-        for kind, x, keep in jobs:
-            trace = model(x, keep=keep).trace
-            saved, macs = tlops_saved(trace).mean().item(), model.macs_saved(trace).mean().item()
-            static_ms, adaptive_ms = milliseconds([partial(static, x), partial(adaptive, x, keep=keep)], seconds, place)
-            row = _row(static_ms, adaptive_ms, saved, macs) | {"batch": batch, "decisions": kind}
-            row["tokens_per_s"] = round(batch * shape.context / row["adaptive_ms"] * 1e3)
-            rows.append(row)
-            if progress:
-                progress(row)
+    # Each size of batch gets code of its own, where torch would make code for any size of the second one.
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False) if compiled else nullcontext():
+        for batch in batches:
+            size = (batch, shape.context)
+            drawn = torch.randint(0, shape.vocabulary, size, generator=torch.Generator().manual_seed(0)).to(place)
+            jobs: list[tuple[str, Tensor, Tensor | None]] = [
+                ("forced", drawn, forced_keep(shape.blocks, size, f).to(place)) for f in fractions
+            ]
+            if ids is not None and len(ids) >= batch * shape.context:
+                jobs.append(("own", ids[: batch * shape.context].view(size).long().to(place), None))
+            for kind, x, keep in jobs:
+                trace = model(x, keep=keep).trace
+                saved, macs = tlops_saved(trace).mean().item(), model.macs_saved(trace).mean().item()
+                static_ms, adaptive_ms = milliseconds(
+                    [partial(static, x), partial(adaptive, x, keep=keep)], seconds, place
+                )
+                row = _row(static_ms, adaptive_ms, saved, macs) | {"batch": batch, "decisions": kind}
+                row["tokens_per_s"] = round(batch * shape.context / row["adaptive_ms"] * 1e3)
+                rows.append(row)
+                if progress:
+                    progress(row)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)"
     return {"rows": rows, "context": shape.context, "device": name, "dtype": dtype, "torch": torch.__version__}
 

@@ -124,9 +124,9 @@ class LMComparison(Plan):
         rates, means = tuple(hard["rates"]), tuple(soft["means"])
         controls = {}
         for kind in CONTROLS:
-            on.model.method = Control(router, kind, rates, means)
-            controls[kind] = {k: v for k, v in on.measure().items() if k in ("loss", "tlops_saved")}
-        on.model.method = router
+            control = AdaptiveLM(on.model.lm, Control(router, kind, rates, means)).eval()
+            found = evaluate(control, on.text.val, **on.options)
+            controls[kind] = {name: found[name] for name in ("loss", "tlops_saved")}
         gated = soft["means"][1:]
         return hard | {
             "loss_soft": soft["loss"],
