@@ -8,8 +8,11 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 from uuid import uuid4
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from .errors import DwindleError
 
@@ -17,9 +20,6 @@ try:
     import fcntl
 except ImportError:  # not a Unix: nothing is locked
     fcntl = None  # type: ignore[assignment]
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SCRATCH = re.compile(r"\.[0-9a-f]{32}\.tmp")
 LOCK = "lock"  # in a scratch folder: held by who writes there, so that others know whether he lives
@@ -145,9 +145,6 @@ def write_weights(path: Path, weights: dict[str, Tensor], metadata: dict[str, st
 
 def put_weights(path: Path, weights: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """A safetensors file, readable as the umask says: safetensors itself lets only the owner."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     path.touch()
     mode = path.stat().st_mode
     try:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -216,8 +218,6 @@ def is_checkpoint(name: str) -> bool:
 
 def read_both(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
     """The weights that were saved with this config."""
-    from safetensors import safe_open
-
     weights = read_weights(folder / WEIGHTS, config.get("weights_sha256"))
     if "weights_sha256" not in config:  # of before there were any, both name the same id, or neither one
         with safe_open(folder / WEIGHTS, "pt") as file:
@@ -232,8 +232,6 @@ def read_both(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
 
 def read_weights(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
     """By name. sha256: what the file's bytes must have."""
-    from safetensors.torch import load_file
-
     if not path.is_file():
         raise DwindleError(f"{path} is missing; check the path, or take another copy of the checkpoint.")
     try:
