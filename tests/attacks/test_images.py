@@ -25,8 +25,8 @@ from PIL import Image
 import dwindle
 from dwindle.evaluate.predict import predict
 from dwindle.io.augment import DRAWS, Augment
-from dwindle.io.datasets import open_data
 from dwindle.io.images import MAX_PIXELS, Preprocess, load_image
+from dwindle.io.opening import open_data
 from shared.tiny import METHODS, build
 
 SECONDS, MEMORY = 10, 1 << 30  # of the CPU and beside what the process has, for one image

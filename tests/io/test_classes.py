@@ -20,7 +20,8 @@ from dwindle.evaluate.evaluate import evaluate
 from dwindle.evaluate.predict import predict
 from dwindle.io.batches import loader
 from dwindle.io.classes import by_name, class_names, known_classes, match
-from dwindle.io.datasets import Images, hold_out, in_order, matched, open_data
+from dwindle.io.datasets import Images, hold_out, in_order, matched
+from dwindle.io.opening import open_data
 from dwindle.io.sets import evaluation_images, parts_for, training_and_evaluation
 from dwindle.recipes.vision import tiny_test
 from dwindle.train.loop import Run

@@ -22,13 +22,14 @@ from torchvision import transforms as t
 
 import dwindle
 from dwindle.errors import DwindleError
-from dwindle.io import batches as batches_module
-from dwindle.io import datasets as data_module
+from dwindle.io import parquet
 from dwindle.io.augment import Augment, applied, boxes, erased, jittered, noise
-from dwindle.io.batches import Resident, draws, loader
-from dwindle.io.datasets import Images, check_labels, hold_out, limit, open_data
+from dwindle.io.batches import draws, loader
+from dwindle.io.datasets import Images, check_labels, hold_out, limit
 from dwindle.io.draws import seeded
 from dwindle.io.images import Preprocess, load_image, preprocess_of
+from dwindle.io.opening import open_data
+from dwindle.io.resident import Resident, _scaled
 from dwindle.methods.tome import ToMe
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -517,7 +518,7 @@ def many_groups(tmp_path, monkeypatch):
               row_group_size=10)  # fmt: skip
     size = sum(open_data("big").source.sizes)
     images = open_data("big", memory=size // 4)
-    reads, read = [], data_module._parquet_file
+    reads, read = [], parquet.parquet_file
 
     def noted(path):
         file = read(path)
@@ -525,7 +526,7 @@ def many_groups(tmp_path, monkeypatch):
             read_row_group=lambda part, **options: (reads.append((path, part)), file.read_row_group(part, **options))[1]
         )
 
-    monkeypatch.setattr(data_module, "_parquet_file", noted)
+    monkeypatch.setattr(parquet, "parquet_file", noted)
     return images, reads
 
 
@@ -1016,7 +1017,7 @@ def test_erasing_and_jitter_are_the_same_to_the_bit():
         u = draws(1, torch.Generator().manual_seed(seed))
         u[:, :5] = 0.5  # the whole of a square, not flipped
         batch = resident.batches(1, True, mean=how.mean, std=how.std, min_scale=1.0, flip=False, jitter=0.4, erase=1.0)
-        mean, std = batches_module._scaled(how.mean, how.std, torch.device("cpu"))
+        mean, std = _scaled(how.mean, how.std, torch.device("cpu"))
         with ThreadPoolExecutor(1) as pool:
             theirs = batch._augment(mean, std, pool)(resident.images.float(), u, [0])[0]
         torch.testing.assert_close(how(image, u[0], 0, 0, 0), theirs, atol=2e-5, rtol=0)

@@ -18,7 +18,7 @@ from dwindle.core.model import Output
 from dwindle.core.tokens import Where
 from dwindle.core.trace import Trace
 from dwindle.methods import Method
-from dwindle.methods.aht import PRESETS
+from dwindle.methods.aht_settings import PRESETS
 from shared.tiny import METHODS, build, images_for
 
 

@@ -14,8 +14,8 @@ import dwindle
 from dwindle.evaluate.analysis import Stream, measure, measure_static, spread_settings, sweep
 from dwindle.evaluate.bench import some_photos
 from dwindle.evaluate.evaluate import evaluate
-from dwindle.io.datasets import open_data
 from dwindle.io.images import preprocess_of
+from dwindle.io.opening import open_data
 from dwindle.methods.dynamicvit import DynamicViT
 from dwindle.show import drawing, report
 from dwindle.show import figures as charts

@@ -32,7 +32,7 @@ from dwindle.core import processes as ranks
 from dwindle.core.backbone import _compiled_run
 from dwindle.errors import DwindleError
 from dwindle.evaluate.evaluate import evaluate
-from dwindle.io.batches import _compiled_augment
+from dwindle.io.resident import _compiled_augment
 from dwindle.methods.aht import _moments
 from dwindle.recipes.vision import tiny_test
 from dwindle.tasks.classify import Classify

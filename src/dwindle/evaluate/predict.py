@@ -28,9 +28,11 @@ from ..files import draft, write_text
 from ..io.checkpoint import WEIGHTS, find
 from ..io.classes import class_names, known_classes
 from ..io.config import CONFIG
-from ..io.datasets import Images, Parquet, from_file, matched, open_data, relabelled
+from ..io.datasets import Images, from_file, matched, relabelled
 from ..io.folders import image_files
 from ..io.images import preprocess_of
+from ..io.opening import open_data
+from ..io.parquet import Parquet
 from ..runtime.dtypes import check_runs, converted, dtype_of
 from ..runtime.prepared import quickest
 from ..tasks.classify import load_classifier

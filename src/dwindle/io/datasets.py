@@ -1,18 +1,13 @@
-"""Labelled images, found by name. images.py decodes and transforms them, batches.py serves them in batches."""
+"""Labelled images, and parts of them. opening.py finds them by name, images.py decodes, batches.py serves them."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import os
-import re
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -20,115 +15,17 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from ..errors import DwindleError, unknown
+from ..errors import DwindleError
 from ..files import shown
 from .classes import Match, by_name, match
-from .folders import FORMS, class_folders, pick
 from .images import CorruptImage, Transform, load_image
-
-KNOWN = ("cifar100", "imagenet", "places365")
-LABELS = ("fine_label", "label", "labels")
-MEMORY = 2 << 30  # bytes of encoded images held at once
-
+from .parquet import Parquet
 
 Source = Callable[[int], Image.Image]  # decodes row i; worker processes can copy it
 
 
 def from_file(folder: Path, paths: np.ndarray, i: int) -> Image.Image:
     return load_image(folder / os.fsdecode(paths[i]))
-
-
-def _from_array(pixels: np.ndarray, i: int) -> Image.Image:
-    return Image.fromarray(pixels[i])  # pixels: (n, H, W, 3) uint8
-
-
-def _from_hub(rows: Any, column: str, name: str, i: int) -> Image.Image:
-    return _from_cell(rows[i][column], f"in row {i} of '{name}'")
-
-
-def _from_cell(cell: dict | None, what: str) -> Image.Image:
-    if not cell or not (cell["bytes"] or cell["path"]):
-        raise CorruptImage(f"There is no image {what}; remove that row.")
-    return load_image(cell["bytes"] or cell["path"], what)
-
-
-class Parquet:
-    """Rows of parquet shards, held by row group in at most `memory` bytes: the group longest unused goes first."""
-
-    def __init__(self, files: list[Path], column: str, memory: int = MEMORY):
-        metas = [(path, _parquet_file(path).metadata) for path in files]
-        self.groups = [(path, g) for path, meta in metas for g in range(meta.num_row_groups)]
-        self.sizes, counts = [], []
-        for _, meta in metas:
-            leaves = [c for c in range(meta.num_columns) if meta.schema.column(c).path.startswith(f"{column}.")]
-            for group in map(meta.row_group, range(meta.num_row_groups)):
-                counts.append(group.num_rows)
-                pages = sum(group.column(c).total_uncompressed_size for c in leaves)
-                self.sizes.append(pages + 16 * group.num_rows)  # and arrow's offsets
-        self.starts = np.cumsum([0, *counts])
-        self.column, self.memory, self.room = column, memory, memory
-        self.held: OrderedDict[int, Any] = OrderedDict()
-        self.lock = Lock()
-
-    def __getstate__(self) -> dict:  # a spawned worker reads its own rows rather than unpickling them all
-        return {name: value for name, value in self.__dict__.items() if name not in ("held", "lock")}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self.held, self.lock = OrderedDict(), Lock()
-
-    @property
-    def window(self) -> int:
-        """Bytes of the row groups that are shuffled together, and so are in use at once."""
-        return self.memory // 4
-
-    def _group(self, g: int) -> Any:
-        with self.lock:
-            if g in self.held:
-                self.held.move_to_end(g)
-                return self.held[g]
-            while self.held and sum(c.nbytes for c in self.held.values()) + self.sizes[g] > self.room:
-                self.held.popitem(last=False)  # before the read: a group larger than the room is held alone
-            path, part = self.groups[g]
-            with _reading(path):
-                table = _parquet_file(path).read_row_group(part, columns=[self.column], use_threads=False)
-            self.held[g] = table.column(self.column)
-            return self.held[g]
-
-    def _groups_of(self, rows: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self.starts, rows, side="right") - 1
-
-    def fits(self, rows: np.ndarray) -> bool:
-        return sum(self.sizes[g] for g in np.unique(self._groups_of(rows))) <= self.memory
-
-    def warm(self, rows: np.ndarray) -> None:
-        for g in np.unique(self._groups_of(rows)):
-            self._group(int(g))
-
-    def windows(self, rows: np.ndarray, generator: torch.Generator) -> np.ndarray:
-        """The window each row falls into, when the row groups in random order fill one window after the other."""
-        groups = self._groups_of(rows)
-        touched = np.unique(groups)
-        window_of = np.zeros(len(self.groups), dtype=np.int64)
-        window = filled = 0
-        for g in touched[torch.randperm(len(touched), generator=generator).numpy()]:
-            if filled and filled + self.sizes[g] > self.window:
-                window, filled = window + 1, 0
-            window_of[g], filled = window, filled + self.sizes[g]
-        return window_of[groups]
-
-    def _cell(self, i: int) -> tuple[Any, int]:
-        g = int(self._groups_of(np.array(i)))
-        return self._group(g)[i - int(self.starts[g])], g
-
-    def path(self, i: int) -> str | None:
-        """What the file says the image was called."""
-        cell, _ = self._cell(i)
-        return cell["path"].as_py() if cell.is_valid and "path" in cell else None
-
-    def __call__(self, i: int) -> Image.Image:
-        cell, g = self._cell(i)
-        return _from_cell(cell.as_py(), f"in row {i} ('{self.groups[g][0]}')")
 
 
 class Images(Dataset):
@@ -341,137 +238,3 @@ def check_labels(labels: Any, num_classes: int) -> None:
             f"The highest label in the data is {high}, but the head has {num_classes} classes; "
             f"use a model with at least {high + 1} classes, or data whose labels the head covers."
         )
-
-
-def open_data(name: str, split: str = "train", root: str | None = None, memory: int = MEMORY) -> Images:
-    """Open a known name, a folder, or a Hub id. Names are looked for under `root`, $DWINDLE_DATA or ./data.
-
-    Parquet files of more than `memory` bytes stream.
-    """
-    given = Path(name).expanduser()
-    base = Path(root or os.environ.get("DWINDLE_DATA") or "data").expanduser()
-    places = [base / given, given] if name in KNOWN else [given, base / given]
-    if name == "cifar100":
-        places.insert(1, base / "cifar-100-python")  # where torchvision puts it when told to download into `base`
-    folder = next((p for p in places if p.exists()), None)
-    if folder is not None:
-        return _open_folder(folder, split, name, memory)
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        return _open_hub(name, split)
-    looked = "looked at " + ", ".join(f"'{p}'" for p in dict.fromkeys(places))
-    point = f"{looked}; set DWINDLE_DATA to the folder that holds it, or pass the folder itself"
-    if name in KNOWN or given.name != name:
-        raise DwindleError(f"Data set '{name}' was not found; {point}.")
-    raise unknown("data set", name, KNOWN, point)
-
-
-def _open_folder(folder: Path, split: str, name: str, memory: int) -> Images:
-    if not folder.is_dir():
-        raise DwindleError(f"'{folder}' is a file, not a folder; {FORMS}")
-    for at in (folder, folder / "cifar-100-python"):
-        if at.name == "cifar-100-python" and at.is_dir():
-            return _open_cifar(at.parent, split, name)
-    for at in (folder, folder / "data"):
-        if shards := sorted(p for p in at.glob("*.parquet") if not p.name.startswith(".")):
-            return _open_parquet(shards, split, name, memory)
-    found = class_folders(folder, split, name)
-    names = np.array(
-        [os.fsencode(name) for name in found.names]
-    )  # one buffer: workers would come to copy a list of str
-    source = partial(from_file, found.root, names)
-    return Images(name, source, np.array(found.labels), [*map(shown, found.classes)], found.split, found.splits)
-
-
-def _open_cifar(root: Path, split: str, name: str) -> Images:
-    from torchvision.datasets import CIFAR100  # verifies checksums before it unpickles
-
-    splits = ["train", "test"]
-    chosen = pick(split, splits, name)
-    try:
-        data = CIFAR100(str(root), train=chosen == "train")
-    except RuntimeError as error:
-        raise DwindleError(f"CIFAR-100 in '{root}' is incomplete or altered; download it again.") from error
-    source = partial(_from_array, data.data)
-    return Images(name, source, np.array(data.targets), list(data.classes), chosen, splits)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:  # arrow's own errors derive from these
-        raise DwindleError(f"Cannot read parquet file '{path}': {error}; download or write it again.") from error
-
-
-def _parquet_file(path: Path) -> Any:
-    import pyarrow.parquet as pq
-
-    with _reading(path):
-        return pq.ParquetFile(path, memory_map=True)
-
-
-def _columns(schema: Any, name: str) -> tuple[str, str, list[str] | None]:
-    """Image column, label column and class names of a Hugging Face arrow schema."""
-    from pyarrow import types
-
-    images = [f.name for f in schema if types.is_struct(f.type) and f.type.get_field_index("bytes") >= 0]
-    integers = [f.name for f in schema if types.is_integer(f.type)]
-    label = next((c for c in LABELS if c in integers), integers[0] if len(integers) == 1 else None)
-    if not images or label is None:
-        raise DwindleError(
-            f"'{name}' has columns {', '.join(schema.names)}; "
-            f"expected an image column of {{bytes, path}} and an integer column named {' or '.join(LABELS)}."
-        )
-    info = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
-    return images[0], label, info.get("features", {}).get(label, {}).get("names")
-
-
-def _open_parquet(shards: list[Path], split: str, name: str, memory: int) -> Images:
-    splits: dict[str, list[Path]] = {}
-    for path in shards:
-        splits.setdefault(path.stem.split("-")[0], []).append(path)
-    chosen = pick(split, list(splits), name)
-    files = splits[chosen]
-    total = re.search(r"-of-(\d+)", files[0].stem)
-    if total and int(total[1]) != len(files):
-        raise DwindleError(f"'{name}' has {len(files)} of {int(total[1])} '{split}' shards; fetch the missing ones.")
-    image, label, classes = _columns(_parquet_file(files[0]).schema_arrow, name)
-    parts = []
-    for path in files:
-        with _reading(path):
-            column = _parquet_file(path).read(columns=[label]).column(label)
-        if column.null_count:
-            raise DwindleError(f"Column '{label}' of '{path}' has rows without a label; fill or remove them.")
-        parts.append(column.to_numpy())
-    source = Parquet(files, image, memory)
-    return Images(name, source, np.concatenate(parts), classes or _classes_beside(files[0].parent), chosen, splits)
-
-
-def _classes_beside(folder: Path) -> list[str] | None:
-    """Names from classes.json: a list of names, or of objects with a `name`."""
-    path = folder / "classes.json"
-    if not path.exists():
-        return None
-    try:
-        return [str(c["name"] if isinstance(c, dict) else c) for c in json.loads(path.read_text())]
-    except (ValueError, TypeError, KeyError) as error:
-        raise DwindleError(f"'{path}' is not a JSON list of class names or of {{name}} objects; correct it.") from error
-
-
-def _open_hub(name: str, split: str) -> Images:
-    try:
-        import datasets
-    except ImportError as error:
-        need = 'was taken for a Hub id, which needs: pip install "dwindle[hub]"'
-        raise DwindleError(f"'{name}' is no folder here; it {need}.") from error
-    try:
-        splits = list(datasets.get_dataset_split_names(name))
-        chosen = pick(split, splits, name)
-        rows = datasets.load_dataset(name, split=chosen)
-    except DwindleError:
-        raise
-    except Exception as error:  # the library raises a different type for each of missing, gated, offline, script
-        raise DwindleError(f"Cannot open '{name}' from the Hub: {error}; check the id and the connection.") from error
-    image, label, classes = _columns(rows.features.arrow_schema, name)
-    raw = rows.cast_column(image, datasets.Image(decode=False))
-    return Images(name, partial(_from_hub, raw, image, name), np.asarray(rows[label][:]), classes, chosen, splits)

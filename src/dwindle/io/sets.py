@@ -9,9 +9,10 @@ from typing import Any
 
 from ..errors import DwindleError
 from .classes import known_classes
-from .datasets import Images, from_file, hold_out, limit, matched, open_data
+from .datasets import Images, from_file, hold_out, limit, matched
 from .folders import EVALUATION, NoSplit
 from .images import preprocess_of
+from .opening import open_data
 
 SHARE = 0.1  # of the training images, held out where there are no others
 SEED = 0  # the same for every run, so that no model, nor its teacher, has seen what another is evaluated on

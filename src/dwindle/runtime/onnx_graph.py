@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DwindleError
+from .onnx_operations import translations
 
 if TYPE_CHECKING:
     from ..core.model import AdaptiveViT, Output
@@ -109,7 +110,7 @@ def _translated(recorded: Any, names: Sequence[str], outputs: Sequence[str]) -> 
             dynamo=True,
             verbose=False,
             optimize=False,
-            custom_translation_table=_translations(),
+            custom_translation_table=translations(),
         )
 
 
@@ -131,150 +132,6 @@ def _taken_as_it_is(recorded: Any) -> Any:
             recorded.graph.erase_node(node)
     recorded.run_decompositions = lambda *_, **__: recorded
     return recorded
-
-
-def _translations() -> dict[Any, Callable]:
-    """How ONNX says what its exporter does not know, or says in too many nodes."""
-    aten = torch.ops.aten
-    return {
-        aten.scaled_dot_product_attention.default: _attention,
-        aten.sort.stable: _stable_sort,
-        aten.argsort.stable: _stable_argsort,
-        aten.argsort.default: _argsort,
-        aten.index_copy.default: _index_copy,
-        aten.item.default: _same,
-        aten.contiguous.default: _same,
-        aten.to.dtype: _cast,
-        aten.to.dtype_layout: _cast_and_laid_out,
-        aten.square.default: _square,
-        aten.rsub.Scalar: _subtracted_from,
-        aten.__and__.Scalar: _and_constant,
-        aten.__and__.Tensor: _and,
-        aten.__or__.Tensor: _or,
-        aten.nan_to_num.default: _nan_to_num,
-        aten._upsample_bicubic2d_aa.vec: _resampled,
-    }
-
-
-def _same(x: Any, **_: Any) -> Any:
-    from onnxscript import opset20 as op
-
-    return op.Identity(x)
-
-
-def _cast(x: Any, dtype: int, non_blocking: bool = False, copy: bool = False, memory_format: Any = None) -> Any:
-    from onnxscript import opset20 as op
-
-    return op.Cast(x, to=dtype)
-
-
-def _cast_and_laid_out(x: Any, *, dtype: int | None = None, **_: Any) -> Any:
-    return _same(x) if dtype is None else _cast(x, dtype)
-
-
-def _square(x: Any) -> Any:
-    from onnxscript import opset20 as op
-
-    return op.Mul(x, x)
-
-
-def _subtracted_from(x: Any, other: float, alpha: float = 1) -> Any:
-    from onnxscript import opset20 as op
-
-    def constant(value: float) -> Any:
-        made: Any = op.Constant(value_float=float(value))
-        return op.CastLike(made, x)
-
-    return op.Sub(constant(other), x if alpha == 1 else op.Mul(x, constant(alpha)))
-
-
-def _and_constant(x: Any, other: bool) -> Any:
-    from onnxscript import opset20 as op
-
-    if x.dtype.name != "BOOL" or not isinstance(other, bool):
-        raise NotImplementedError("bits of whole numbers")
-    return op.Identity(x) if other else op.And(x, op.Not(x))
-
-
-def _index_copy(x: Any, dim: int, index: Any, source: Any) -> Any:
-    from onnxscript import opset20 as op
-
-    if dim != 0:
-        raise NotImplementedError(f"index_copy along axis {dim}")
-    last: Any = op.Constant(value_ints=[-1])
-    return op.ScatterND(x, op.Unsqueeze(index, last), source)
-
-
-def _and(x: Any, other: Any) -> Any:
-    from onnxscript import opset20 as op
-
-    return op.And(x, other) if x.dtype.name == "BOOL" else op.BitwiseAnd(x, other)
-
-
-def _or(x: Any, other: Any) -> Any:
-    from onnxscript import opset20 as op
-
-    return op.Or(x, other) if x.dtype.name == "BOOL" else op.BitwiseOr(x, other)
-
-
-def _nan_to_num(x: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Any:
-    from onnxscript import opset20 as op
-
-    most = torch.finfo(torch.float32).max
-    wanted = [0.0 if nan is None else nan, most if posinf is None else posinf, -most if neginf is None else neginf]
-    found = [op.IsNaN(x), op.IsInf(x, detect_negative=0), op.IsInf(x, detect_positive=0)]
-    for where, value in zip(found, wanted):
-        x = op.Where(where, op.Constant(value_float=value), x)
-    return x
-
-
-def _resampled(
-    x: Any, output_size: Sequence[int] | None, align_corners: bool = False, scale_factors: Any = None
-) -> Any:
-    """Position embeddings at another image size, as timm makes them."""
-    from onnxscript import opset20 as op
-
-    if output_size is None or align_corners:
-        raise NotImplementedError("resampling by a factor, or of corners")
-    side: Any = op.Constant(value_ints=list(output_size))
-    sizes: Any = op.Concat(op.Shape(x, start=0, end=2), side, axis=0)
-    return op.Resize(x, None, None, sizes, mode="cubic", antialias=1, cubic_coeff_a=-0.5)
-
-
-def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """In as few nodes as runtimes know to fuse; the exporter's own asks every tensor for its shape on the way."""
-    from onnxscript import opset20 as op
-
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = op.MatMul(op.Mul(query, op.Constant(value_float=scale)), op.Transpose(key, perm=[0, 1, 3, 2]))
-    if attn_mask is not None:
-        scores = op.Add(scores, attn_mask)
-    return op.MatMul(op.Softmax(scores, axis=-1), value)
-
-
-def _stable_sort(values: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """ONNX has no sort, but of equals its TopK takes the first first, as a stable sort does."""
-    from onnxscript import opset20 as op
-
-    count = op.Shape(values, start=dim, end=(dim + 1) or None)
-    return op.TopK(values, count, axis=dim, largest=int(descending), sorted=1)
-
-
-def _stable_argsort(values: Any, *, stable: bool = True, dim: int = -1, descending: bool = False) -> Any:
-    return _stable_sort(values, dim=dim, descending=descending)[1]
-
-
-def _argsort(values: Any, dim: int = -1, descending: bool = False) -> Any:
-    return _stable_sort(values, dim=dim, descending=descending)[1]
 
 
 def make_input(model: Any, weight: str, name: str) -> None:

@@ -16,7 +16,7 @@ from ..core import processes as ranks
 from ..errors import DwindleError
 from ..files import write_text
 from ..io.augment import Augment
-from ..io.batches import CROP_PCT, RESAMPLED, Resident, loader
+from ..io.batches import loader
 from ..io.checkpoint import find, shipped
 from ..io.classes import by_name, imagenet_names
 from ..io.config import read_config
@@ -24,6 +24,7 @@ from ..io.datasets import Images, check_labels, in_order, matched
 from ..io.datasets import limit as first
 from ..io.draws import mix, seeded
 from ..io.images import Preprocess
+from ..io.resident import CROP_PCT, RESAMPLED, Resident
 from ..io.sets import evaluation_images, training_and_evaluation
 from .base import Source, Task
 

@@ -16,6 +16,7 @@ import dwindle
 from dwindle.models.adaperceiver import figures
 from dwindle.models.adaperceiver import grid as measure
 from dwindle.models.adaperceiver import policies as rules
+from dwindle.models.adaperceiver import policy_network as network
 from dwindle.models.adaperceiver.cost import setting_macs
 from shared.command import refused, run
 from shared.perceiver import images, tiny
@@ -152,8 +153,8 @@ def test_policy_learns_who_needs_more():
     known.requires_grad_(False)
     epochs = ([(x, y)] for _ in range(150))
     settings = [(4, 4), (8, 2), (16, 4)]
-    wanted = [(0.2, rules.token_choices(known)), (0.2, settings), (0.2, rules.token_choices(known))]
-    policy, other, again = rules.train_policies(known, epochs, wanted, lr=3e-3)
+    wanted = [(0.2, network.token_choices(known)), (0.2, settings), (0.2, network.token_choices(known))]
+    policy, other, again = network.train_policies(known, epochs, wanted, lr=3e-3)
     picked = policy(known.embed(x)).argmax(-1)
     assert (picked[hard] == 2).float().mean() > 0.9 and (picked[~hard] == 0).float().mean() > 0.9
     tokens, depth = other.choose(known.embed(x))
@@ -171,15 +172,15 @@ def test_choices_worth_having(seen):
         for depth, count in enumerate(hits):
             correct[-1, depth, g, :count] = True
     some = measure.Grid(correct, torch.zeros(correct.shape))
-    assert rules.setting_choices(model, some) == [(4, 3), (8, 2), (16, 2), (16, 4)]
-    assert rules.setting_choices(model, some, within=0)[-1] == (16, 4)
-    assert rules.token_choices(model) == [(4, 4), (8, 4), (16, 4)]
+    assert network.setting_choices(model, some) == [(4, 3), (8, 2), (16, 2), (16, 4)]
+    assert network.setting_choices(model, some, within=0)[-1] == (16, 4)
+    assert network.token_choices(model) == [(4, 4), (8, 4), (16, 4)]
 
 
 def test_a_learned_choice_in_the_table_is_what_runs(seen):
     """Answers and cost of tokens and depths per image, and with early exit on top."""
     model, x, y, _, found = seen
-    policy = rules.PolicyNetwork(model, [(4, 2), (8, 3), (16, 4)])
+    policy = network.PolicyNetwork(model, [(4, 2), (8, 3), (16, 4)])
     policy.forward = lambda patches: torch.eye(3)[torch.arange(len(patches)) % 3]
     patches, picked = model.embed(x), torch.arange(48) % 3
     threshold = float(found.confidence[-1, :-1].median())
@@ -223,30 +224,30 @@ def test_bad_exits(seen):
 
 def test_a_policy_is_kept(seen, tmp_path):
     model, x = seen[0], seen[1]
-    for choices in (rules.token_choices(model), [(4, 2), (16, 3), (16, 4)]):
-        policy = rules.PolicyNetwork(model, choices)
-        again = rules.load_policy(model, rules.save_policy(policy, tmp_path / "policy.safetensors"))
+    for choices in (network.token_choices(model), [(4, 2), (16, 3), (16, 4)]):
+        policy = network.PolicyNetwork(model, choices)
+        again = network.load_policy(model, network.save_policy(policy, tmp_path / "policy.safetensors"))
         assert again.choices == policy.choices == choices and not again.training
         torch.testing.assert_close(again(model.embed(x)), policy(model.embed(x)))
         picked = torch.zeros(48, dtype=torch.long)
         one, other = (rules.learned(model, seen[4], p, picked, 0.1) for p in (policy, again))
         assert one == other
     with pytest.raises(dwindle.DwindleError, match=r"\(16, 3\).*this network has tokens \(4, 8\) and 4 blocks"):
-        rules.load_policy(tiny(torch.float32, tokens=(4, 8)), tmp_path / "policy.safetensors")
+        network.load_policy(tiny(torch.float32, tokens=(4, 8)), tmp_path / "policy.safetensors")
     for said in ("nonsense", "[]", "[4, 8]", "{}", '[["a", 2]]'):
         weights = {name: value.contiguous() for name, value in policy.state_dict().items()}
         save_file(weights, tmp_path / "bent.safetensors", {"choices": said})
         with pytest.raises(dwindle.DwindleError, match="holds no learned policy"):
-            rules.load_policy(model, tmp_path / "bent.safetensors")
+            network.load_policy(model, tmp_path / "bent.safetensors")
     with pytest.raises(dwindle.DwindleError, match="does not fit this PolicyNetwork"):
-        rules.load_policy(tiny(torch.float32, width=64, widths=(64,)), tmp_path / "policy.safetensors")
+        network.load_policy(tiny(torch.float32, width=64, widths=(64,)), tmp_path / "policy.safetensors")
 
 
 def test_policy_network_cost(seen):
     from torch.utils.flop_counter import FlopCounterMode
 
     model, x = seen[0], seen[1]
-    policy, patches = rules.PolicyNetwork(model), model.embed(x[:1])
+    policy, patches = network.PolicyNetwork(model), model.embed(x[:1])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         policy(patches)
     assert counter.get_total_flops() / 2 == policy.macs

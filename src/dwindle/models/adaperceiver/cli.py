@@ -13,9 +13,10 @@ from torch import Tensor
 from ...core.method import require
 from ...core.model import Output
 from ...errors import DwindleError
-from ...io.datasets import Images, open_data
+from ...io.datasets import Images
 from ...io.datasets import limit as first
 from ...io.images import load_image, preprocess_of
+from ...io.opening import open_data
 from ...io.scenes import pixels, squeezed
 from ...runtime.dtypes import DTYPES, check_runs, converted
 from ...show.drawing import file_stems
@@ -47,7 +48,7 @@ from .family import PRESET, AdaPerceivers
 from .figures import certainty, class_name, maps
 from .grid import exit_latencies, latencies
 from .model import AdaPerceiver
-from .policies import load_policy
+from .policy_network import load_policy
 from .settings import check
 
 __all__ = ["bench", "evaluate", "grid", "policies", "view"]

@@ -13,8 +13,8 @@ from ...errors import DwindleError
 from ...files import check_folder, write_text
 from ...io.checkpoint import load_as
 from ...io.datasets import limit as first
-from ...io.datasets import open_data
 from ...io.images import preprocess_of
+from ...io.opening import open_data
 from ...io.sets import evaluation_images, parts_for
 from ...runtime.dtypes import DTYPES, check_runs
 from ...show.terminal import (
@@ -37,6 +37,7 @@ from . import grid as measured
 from . import policies as rules
 from .images import served
 from .model import AdaPerceiver
+from .policy_network import save_policy
 from .settings import check_exits
 
 
@@ -203,5 +204,5 @@ def policies(
     if out is not None:
         write_text(out / "policies.json", json.dumps(rows, indent=1) + "\n")
         for one in made:
-            rules.save_policy(one.policy, out / one.file)
+            save_policy(one.policy, out / one.file)
     finish({"checkpoint": checkpoint, **held.about, "rows": rows})

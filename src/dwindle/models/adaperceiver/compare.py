@@ -21,7 +21,8 @@ from . import figures
 from .grid import between, falls, grid, rows
 from .images import served
 from .model import AdaPerceiver
-from .policies import judged, save_policy
+from .policies import judged
+from .policy_network import save_policy
 from .recipe import AdaRecipe
 from .settings import Setting
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ...io.augment import Augment
-from ...io.batches import Resident, loader
+from ...io.batches import loader
 from ...io.datasets import Images
 from ...io.images import preprocess_of
+from ...io.resident import Resident
 
 
 def served(model: Any, images: Images, device: str, resident: Resident | None = None) -> Any:
