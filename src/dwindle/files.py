@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.resources import files
 from pathlib import Path
 from uuid import uuid4
 
@@ -29,6 +30,16 @@ _held: set[int] = set()  # open locks of this process
 def shown(name: str) -> str:
     """A file's name as text that can be printed and stored: bytes that are no UTF-8 by their value."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def packaged(*parts: str) -> Path:
+    """What comes with the package."""
+    return Path(str(files("dwindle"))).joinpath(*parts)
+
+
+def photographs() -> list[Path]:
+    """Those that come with the package."""
+    return sorted(packaged("assets", "photos").glob("*.jpg"))
 
 
 def check_folder(out: Path, option: str = "--out") -> None:

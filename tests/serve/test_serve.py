@@ -292,7 +292,7 @@ def test_time_is_limited_and_the_server_goes_on(slow):
 
 def test_a_request_that_dies_does_not_take_its_batch_along(slow):
     app = create_app([slow], Limits(batch=4, linger=0.2))
-    batcher = app.state.batcher
+    batcher = app.state.service.batcher
     good, bad = slow.prepare(Image.open(io.BytesIO(picture()))), torch.full((32, 32, 3), 255, dtype=torch.uint8)
 
     async def all_four():
@@ -309,7 +309,7 @@ def test_a_request_that_dies_does_not_take_its_batch_along(slow):
 
 
 def test_shutdown_finishes_what_was_accepted(slow):
-    batcher = create_app([slow]).state.batcher
+    batcher = create_app([slow]).state.service.batcher
     image = slow.prepare(Image.open(io.BytesIO(picture())))
 
     async def asked_before_closing():
@@ -678,7 +678,7 @@ def test_who_waits_for_decoding_waits_no_longer_than_allowed(served, monkeypatch
         time.sleep(0.3)
         return look(*given)
 
-    monkeypatch.setattr("dwindle.serve.app.look", slowly)
+    monkeypatch.setattr("dwindle.serve.service.look", slowly)
     with (
         TestClient(create_app(served, Limits(seconds=0.7))) as client,
         concurrent.futures.ThreadPoolExecutor(16) as pool,
@@ -693,8 +693,8 @@ def test_the_images_of_a_batch_have_the_time_each_for_itself(served, monkeypatch
         time.sleep(1.0 if data == picture(0) else 0.0)
         return look(data, *given)
 
-    monkeypatch.setattr("dwindle.serve.app.look", slowly)
-    monkeypatch.setattr("dwindle.serve.app.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("dwindle.serve.service.look", slowly)
+    monkeypatch.setattr("dwindle.serve.service.os.cpu_count", lambda: 2)
     items = [{"image": base64.b64encode(picture(i)).decode()} for i in range(2)]
     with TestClient(create_app(served, Limits(seconds=0.7))) as client:
         results = client.post("/v1/batch", json={"images": items}).json()["results"]
@@ -871,7 +871,7 @@ def test_one_that_breaks_breaks_no_other_of_its_request(client, monkeypatch):
             raise ZeroDivisionError("a defect")
         return look(data, *given)
 
-    monkeypatch.setattr("dwindle.serve.app.look", breaking)
+    monkeypatch.setattr("dwindle.serve.service.look", breaking)
     items = [{"image": base64.b64encode(picture(i)).decode()} for i in range(3)]
     results = client.post("/v1/batch", json={"images": items}).json()["results"]
     assert [result.get("status", 200) for result in results] == [200, 500, 200]
@@ -890,7 +890,7 @@ def test_every_answer_has_the_headers(client, monkeypatch):
         client.post("/v1/classify", content=b""),
         client.post("/v1/classify?budget=x", content=b""),
     ]
-    monkeypatch.setattr("dwindle.serve.app.look", broken)
+    monkeypatch.setattr("dwindle.serve.service.look", broken)
     answers.append(client.post("/v1/classify", content=picture()))
     assert [answer.status_code for answer in answers] == [200, 200, 405, 404, 405, 422, 422, 500]
     for answer in answers:
@@ -1072,8 +1072,8 @@ def test_memory_of_decoded_images_is_bounded():
 
 
 def test_small_images_do_not_wait_for_large_ones(served, monkeypatch):
-    monkeypatch.setattr("dwindle.serve.app.LARGE", 10_000)
-    monkeypatch.setattr("dwindle.serve.app.os.cpu_count", lambda: 1)
+    monkeypatch.setattr("dwindle.serve.service.LARGE", 10_000)
+    monkeypatch.setattr("dwindle.serve.service.os.cpu_count", lambda: 1)
     gate = threading.Event()
 
     def gated(image):

@@ -13,7 +13,6 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.registry import Family, families, family_named, family_of
 from ..errors import DwindleError, brief, listed, printable, unknown
-from ..files import put_weights, scratch
+from ..files import packaged, put_weights, scratch
 from .classes import known_classes
 from .config import CONFIG, FORMAT, OTHER_VERSION, SAVED, check_extra, read_config, signed
 from .download import fetched, is_hub_id
@@ -185,8 +184,7 @@ def by_config(folder: Path) -> Iterator[None]:
 
 def shipped() -> dict[str, Path]:
     """Checkpoints that come with the package, by name."""
-    assets = Path(str(files("dwindle"))) / "assets"
-    return {folder.name: folder for folder in sorted(assets.iterdir()) if (folder / CONFIG).is_file()}
+    return {folder.name: folder for folder in sorted(packaged("assets").iterdir()) if (folder / CONFIG).is_file()}
 
 
 def find(source: str | os.PathLike[str], revision: str | None = None) -> Path:

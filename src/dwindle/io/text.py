@@ -7,7 +7,6 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DwindleError, unknown
+from ..files import packaged
 from .draws import mix
 
 KNOWN = ("shakespeare", "enwik8")
@@ -122,7 +122,7 @@ def open_text(name: str, vocabulary: Vocabulary | None = None) -> Text:
     """
     raw, given = name.startswith(BYTES), Path(name.removeprefix(BYTES)).expanduser()
     if name == "shakespeare":
-        path = Path(str(files("dwindle"))) / "assets" / "text" / "tinyshakespeare.txt"
+        path = packaged("assets", "text", "tinyshakespeare.txt")
         # char-rnn's and nanoGPT's split: nine tenths, and the last tenth to validate, which is all there is to test.
         return _split(name, path.read_bytes(), vocabulary, (0.9, 0.1, 0.0))
     if name == "enwik8" or given.name in ("enwik8", "enwik8.gz"):

@@ -12,7 +12,6 @@ import shutil
 import statistics
 from collections.abc import Callable, Collection
 from functools import partial
-from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from ..core.model import AdaptiveViT
 from ..errors import DwindleError, unknown
+from ..files import photographs
 from ..io.images import load_image, preprocess_of
 from ..ops.int8 import is_int8
 from ..ops.timing import milliseconds
@@ -105,8 +105,7 @@ def check_images(model: AdaptiveViT) -> Tensor:
     """The shipped photographs as the model takes them; noise for one that does not take plain colour squares."""
     shape = model.backbone.shape
     transform = preprocess_of(model).eval_transform()
-    folder = Path(str(files("dwindle"))) / "assets" / "photos"
-    photos = torch.stack([transform(load_image(path)) for path in sorted(folder.glob("*.jpg"))])
+    photos = torch.stack([transform(load_image(path)) for path in photographs()])
     if tuple(photos.shape[1:]) == (shape.channels, *shape.image):
         return photos
     return torch.randn(len(photos), shape.channels, *shape.image, generator=torch.Generator().manual_seed(0))

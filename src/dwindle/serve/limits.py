@@ -44,8 +44,13 @@ class Limits:
     linger_busy: float = 0.06  # the same while other batches run and more images are on their way: cores are not idle
 
     @property
+    def one_body(self) -> int:
+        """Bytes of a request with one image: base64 takes 4 for 3."""
+        return self.bytes * 4 // 3 + self.settings
+
+    @property
     def body(self) -> int:
-        """Bytes of a JSON request: base64 takes 4 for 3."""
+        """Bytes of a request with many."""
         return min(self.together, self.images * self.bytes) * 4 // 3 + self.settings
 
 

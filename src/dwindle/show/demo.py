@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ..core.model import AdaptiveViT
 from ..errors import DwindleError
+from ..files import photographs
 from ..io.checkpoint import load
 from ..io.classes import class_names
 from ..io.images import load_image, preprocess_of
@@ -61,7 +61,7 @@ def look(model: AdaptiveViT, paths: Sequence[Path], out: Path, device: str = "cp
 def demo(out: Path, device: str = "cpu") -> dict[str, Any]:
     """The shipped model on the shipped photographs, timed against itself with nothing halted."""
     model = load(DEMO)
-    photos = sorted(Path(str(files("dwindle"))).joinpath("assets", "photos").glob("*.jpg"))
+    photos = photographs()
     result = look(model, photos, out, device)
     batch = _batch(model, [load_image(photo) for photo in photos]).to(device)
     fast = model.prepare(images=len(photos))
