@@ -83,11 +83,8 @@ def _from_ada(model: AdaPerceiver, other: AdaPerceiver, source: str, head: bool)
     model.load_state_dict(fitting, strict=False)
 
 
-@torch.no_grad()
-def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor, head: bool) -> None:
-    """Its patch embedding, positions, blocks and head; and latents that each begin as one patch, so that the blocks
-    meet what they know. The embedding FFN and the values of the write heads begin as identities.
-    """
+def _fitting_parts(model: AdaPerceiver, other: Any, source: str) -> list[Any]:
+    """The parts of each block of a plain ViT that this network can begin as."""
     vit, shape, backbone = other.vit, other.backbone.shape, other.backbone
     parts = [backbone.parts(block) for block in backbone.blocks[: model.depth]]
     conv, position = getattr(getattr(vit, "patch_embed", None), "proj", None), getattr(vit, "pos_embed", None)
@@ -114,7 +111,17 @@ def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor, head
     ):
         if not fits:
             raise DwindleError(f"weights = {source} cannot begin a network of {given}; it must be {allowed}.")
+    return parts
 
+
+@torch.no_grad()
+def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor, head: bool) -> None:
+    """Its patch embedding, positions, blocks and head; and latents that each begin as one patch, so that the blocks
+    meet what they know. The embedding FFN and the values of the write heads begin as identities.
+    """
+    vit, shape = other.vit, other.backbone.shape
+    parts = _fitting_parts(model, other, source)
+    conv, position = vit.patch_embed.proj, vit.pos_embed
     _copy(model.patch_embed, conv)
     cells, side = shape.grid(), model.image // model.patch
     square = position[:, -cells[0] * cells[1] :].unflatten(1, cells).permute(0, 3, 1, 2)
