@@ -44,6 +44,10 @@ class Family:
         """What the config of its checkpoints may call the backbone's family."""
         raise NotImplementedError
 
+    def foreign(self, config: dict[str, Any]) -> dict[str, Any] | None:
+        """Of a config.json that another library wrote: as ours would say it, if it is of this family."""
+        return None
+
     def describe(self, model: Any) -> dict[str, Any]:
         """The config's 'backbone' and 'method', from which `load` builds the model again."""
         raise NotImplementedError

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+from ..core.registry import families
 from ..errors import DwindleError, brief
 from ..settings import Word, options
 
@@ -61,13 +62,15 @@ class Extra(TypedDict, total=False):
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Whole, unchanged, and every part of the type it must have."""
+    """Whole, unchanged, and every part of the type it must have; another library's as the family says that knows it."""
     path = folder / CONFIG
     if not path.is_file():
         raise DwindleError(
             f"{folder} holds no {CONFIG}, so it is no Dwindle checkpoint; make one with dwindle.save(model, folder)."
         )
     config = _parsed(path)
+    if isinstance(config, dict) and "library" not in config:
+        config = next(filter(None, (family.foreign(config) for family in families())), config)
     if not isinstance(config, dict) or config.get("library") != "dwindle":
         raise DwindleError(f"{path} was not written by Dwindle; adapt the model it describes and save that.")
     if config.get("format") != FORMAT:

@@ -239,7 +239,7 @@ def test_a_checkpoint_of_when_the_read_out_had_no_name(outputs, tmp_path):
         ({"tokens": 2.5}, "whole number"),
         ({"depth": 5}, "from 1 to 4"),
         ({"depth": 0}, "from 1 to 4"),
-        ({"width": 20}, "16, 24, 32"),
+        ({"width": 33}, "from 1 to 32"),
         ({"tokens": [4, 8]}, "2 values for 4 images"),
         ({"exit": 1.5}, "confidence"),
     ],
@@ -294,6 +294,9 @@ def test_settings_from_numpy():
         {"depth": 0},
         {"outputs": "words"},
         {"readouts": "none"},
+        {"features": 8},
+        {"outputs": "both"},
+        {"norm_eps": 0.0},
     ],
 )
 def test_bad_networks(given):

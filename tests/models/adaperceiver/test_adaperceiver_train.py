@@ -14,7 +14,7 @@ from PIL import Image
 
 import dwindle
 from dwindle.core.losses import feature_loss
-from dwindle.models.adaperceiver.blocks import SelfAttention, turned, turns
+from dwindle.models.adaperceiver.blocks import SelfAttention, Turn, turned, turns
 from dwindle.models.adaperceiver.start import _speeds
 from dwindle.recipes.vision import ada_tiny_test
 from dwindle.train.loop import Run
@@ -366,7 +366,7 @@ def test_begins_from_a_vit(data, vit, tmp_path):
     they were."""
     work = run(data, tmp_path / "run", f"weights={vit}", f"teacher={vit}", "method.ffn_ratio=4.0", "epochs=1")
     model, theirs = work.model, dwindle.load(vit).vit
-    still = torch.ones(3, model.width // model.heads // 2), torch.zeros(3, model.width // model.heads // 2)
+    still = Turn(torch.ones(3, model.width // model.heads // 2), torch.zeros(3, model.width // model.heads // 2))
     for block, other in zip(model.blocks, theirs.blocks):
         x = torch.randn(2, 3, 32)
         ours = block.attn(x, still, F.scaled_dot_product_attention)
@@ -384,14 +384,15 @@ def test_begins_from_a_vit(data, vit, tmp_path):
         assert torch.equal(readout.write.norm_source.weight, theirs.norm.weight)
 
 
+@pytest.mark.parametrize("rope", ["halves", "pairs"])
 @torch.no_grad()
-def test_latents_begin_as_patches(data, vit, tmp_path):
+def test_latents_begin_as_patches(data, vit, tmp_path, rope):
     """Each at its place, as the ViT's first block would meet it but for the four directions of the code of places."""
-    work = run(data, tmp_path / "run", f"weights={vit}", "method.ffn_ratio=4.0")
+    work = run(data, tmp_path / "run", f"weights={vit}", "method.ffn_ratio=4.0", f"method.rope={rope}")
     model, x = work.model, work.task.some(8, 8)
     place = _places(model)  # (N,)
     sizes, patches = (model.heads, model.width // model.heads), model.embed(x)
-    turn = turns(len(place), sizes[1], model.rope_theta, x)
+    turn = turns(len(place), sizes[1], model.rope_theta, x, rope == "pairs")
     q = turned(model.read.queries(model.latent).expand(-1, len(place), -1), turn)
     k = model.read.kv(model.read.norm_source(patches))[..., : model.width].unflatten(-1, sizes).transpose(1, 2)
     sees = (q @ k.mT * sizes[1] ** -0.5).softmax(-1)  # (B, H, N, P)
@@ -414,8 +415,9 @@ def _places(model):
     return rows * side + columns
 
 
+@pytest.mark.parametrize("rope", ["halves", "pairs"])
 @torch.no_grad()
-def test_rope_turns_what_matters_least(data, vit, tmp_path):
+def test_rope_turns_what_matters_least(data, vit, tmp_path, rope):
     """Scores of queries and keys that have a few strong directions: RoPE leaves the blocks' nearly as the ViT's are."""
     changed, other = tmp_path / "low rank", dwindle.load(vit)
     generator = torch.Generator().manual_seed(0)
@@ -425,7 +427,7 @@ def test_rope_turns_what_matters_least(data, vit, tmp_path):
             block.attn.qkv.weight[16 * head : 16 * head + 16] += 0.3 * few
             block.attn.qkv.weight[32 + 16 * head : 48 + 16 * head] += 0.3 * few
     dwindle.save(other, changed)
-    work = run(data, tmp_path / "run", f"weights={changed}", "method.ffn_ratio=4.0")
+    work = run(data, tmp_path / "run", f"weights={changed}", "method.ffn_ratio=4.0", f"method.rope={rope}")
     model = work.model
     patches = model.embed(work.task.some(32, 32))
     turn, attend = model._prepare(model.tokens[-1], patches)

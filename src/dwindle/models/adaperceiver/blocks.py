@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,25 +17,38 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...ops import half
 
-Turn = tuple[Tensor, Tensor]  # cosines and sines (N, K / 2)
+
+class Turn(NamedTuple):
+    """RoPE's angles (N, K / 2), and which channels each of them turns: two next to each other, or one of each half."""
+
+    cos: Tensor
+    sin: Tensor
+    pairs: bool = False
+
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Table = tuple[Tensor, Tensor] | None
 ANY_BATCH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
-def turns(tokens: int, head_size: int, theta: float, like: Tensor) -> Turn:
-    """RoPE's angles of positions 0 .. tokens - 1."""
+def turns(
+    tokens: int, head_size: int, theta: float, like: Tensor, pairs: bool = False, most: int | None = None
+) -> Turn:
+    """RoPE's angles of positions 0 .. tokens - 1. most: more positions than these are pressed into their angles."""
     speed = theta ** (-torch.arange(0, head_size, 2, device=like.device, dtype=torch.float64) / head_size)
+    if most is not None and tokens > most:
+        speed = speed / (tokens / most)
     angle = torch.arange(tokens, device=like.device, dtype=torch.float64)[:, None] * speed
-    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+    return Turn(angle.cos().to(like.dtype), angle.sin().to(like.dtype), pairs)
 
 
 def turned(x: Tensor, turn: Turn, back: bool = False) -> Tensor:
     """x (..., N, K) rotated by its position; `back`: by the opposite angle."""
-    cos, sin = turn
-    one, two = x.chunk(2, -1)
+    cos, sin, pairs = turn
+    one, two = x.unflatten(-1, (-1, 2)).unbind(-1) if pairs else x.chunk(2, -1)
     sin = -sin if back else sin
-    return torch.cat([one * cos - two * sin, one * sin + two * cos], -1).to(x.dtype)
+    one, two = one * cos - two * sin, one * sin + two * cos
+    return (torch.stack([one, two], -1).flatten(-2) if pairs else torch.cat([one, two], -1)).to(x.dtype)
 
 
 @cache
@@ -197,7 +211,7 @@ class Read(CrossAttention):
 
     def latents(self, z: Tensor, patches: Tensor, turn: Turn) -> Tensor:
         """z (1, D) broadcast to N latents that have read the input (B, P, D)."""
-        tokens, images = len(turn[0]), len(patches)
+        tokens, images = len(turn.cos), len(patches)
         q = turned(self.queries(z).expand(-1, tokens, -1), turn)  # (H, N, K)
         return z + self(q.expand(images, -1, -1, -1), patches)
 
@@ -214,7 +228,7 @@ class Write(CrossAttention):
         """(N, H, D) and (N, H): what each position's normalised latent is multiplied with to give its score."""
         width = output.shape[-1]
         q = self.queries(output)  # (H, 1, K)
-        q = turned(q.expand(-1, len(turn[0]), -1), turn, back=True) * q.shape[-1] ** -0.5  # (H, N, K)
+        q = turned(q.expand(-1, len(turn.cos), -1), turn, back=True) * q.shape[-1] ** -0.5  # (H, N, K)
         weight, bias = self.kv.weight[:width].unflatten(0, (self.heads, -1)), self.kv.bias[:width].view(self.heads, -1)
         return torch.einsum("hnk,hkd->nhd", q, weight), torch.einsum("hnk,hk->nh", q, bias)
 
@@ -241,15 +255,21 @@ class ReadOut(nn.Module):
     makes answers of output tokens.
     """
 
-    def __init__(self, width: int, heads: int, classes: int, outputs: str, head: str) -> None:
+    def __init__(self, width: int, heads: int, classes: int, outputs: str, head: str, hidden: int) -> None:
+        """head: 'linear', 'mlp' as wide as the network, or 'ffn', normalised and with `hidden` neurons."""
         super().__init__()
         self.write = Write(width, heads)
         if outputs == "class":
             self.output = nn.Parameter(torch.empty(1, width))
         else:
             self.output_proj = nn.Linear(width, width)  # C.6
-        last = nn.Linear(width, classes)
-        self.head = last if head == "linear" else nn.Sequential(nn.Linear(width, width), nn.GELU(), last)
+        if head == "linear":
+            self.head: nn.Module = nn.Linear(width, classes)
+        elif head == "mlp":
+            self.head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, classes))
+        else:
+            neurons = nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, classes)
+            self.head = nn.Sequential(nn.LayerNorm(width), *neurons)
 
     def table(self, turn: Turn) -> Table:
         return self.write.table(self.output, turn) if hasattr(self, "output") else None
@@ -278,6 +298,23 @@ class ReadOut(nn.Module):
             rows = [row.expand(q.shape[-2], -1) for row in keep]
             out = torch.stack([start + self.write(q, z, turn, row) for row in rows])
         return self.head(out), out
+
+
+class TwoReadOuts(ReadOut):
+    """An answer for the image by a learned token, and beside it features for each patch, each by a write head of its
+    own (D.1)."""
+
+    def __init__(self, width: int, heads: int, classes: int, features: int, head: str, hidden: int) -> None:
+        super().__init__(width, heads, classes, "class", head, hidden)
+        self.dense = ReadOut(width, heads, features, "dense", "ffn", hidden)
+
+    def forward(
+        self, z: Tensor, patches: Tensor, turn: Turn, table: Table, keep: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Answers (B, classes) and features (B, P, features)."""
+        answers, _ = super().forward(z, patches, turn, table, keep)
+        features, _ = self.dense(z, patches, turn, None, keep)
+        return answers, features
 
 
 @cache

@@ -42,11 +42,23 @@ def read_macs(model: AdaPerceiver, patches: int, tokens: int) -> int:
 
 def write_macs(model: AdaPerceiver, patches: int, tokens: int) -> int:
     """Latents to answers. Learned output tokens read by a table (`Write`), dense ones by plain cross-attention."""
+    d, kind = model.width, model.config["head"]
+    image = dense = 0
+    if model.outputs != "dense":
+        image = 2 * model.heads * d * tokens + 2 * d * d + _head_macs(model, kind, model.classes)
+    if model.outputs != "class":
+        head = _head_macs(model, kind, model.classes)
+        if model.outputs == "both":
+            head = _head_macs(model, "ffn", model.config["features"])
+        dense = 2 * tokens * d * d + patches * (3 * d * d + 2 * tokens * d + head)
+    return image + dense
+
+
+def _head_macs(model: AdaPerceiver, kind: str, answers: int) -> int:
+    """What makes an answer of one output token."""
     d = model.width
-    head = d * model.classes + (d * d if model.config["head"] == "mlp" else 0)
-    if model.outputs == "class":
-        return 2 * model.heads * d * tokens + 2 * d * d + head
-    return 2 * tokens * d * d + patches * (3 * d * d + 2 * tokens * d + head)
+    neurons = {"linear": 0, "mlp": d, "ffn": model.hidden(d)}[kind]
+    return neurons * (d + answers) if neurons else d * answers
 
 
 def setting_macs(

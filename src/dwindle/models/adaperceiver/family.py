@@ -11,6 +11,7 @@ from ...core.registry import Family
 from ...errors import DwindleError
 from ...io.card import vision_card
 from ...io.checkpoint import check_fit, filled, planned, read_both
+from . import published
 from .model import PRESETS, AdaPerceiver
 from .prepared import PreparedPerceiver
 
@@ -32,6 +33,9 @@ class AdaPerceivers(Family):
     }
     backbones = ("adaperceiver",)
 
+    def foreign(self, config: dict[str, Any]) -> dict[str, Any] | None:
+        return published.described(config) if published.is_published(config) else None
+
     def describe(self, model: AdaPerceiver) -> dict[str, Any]:
         """It is described by its settings alone."""
         backbone = {"family": self.backbones[0], "model": AdaPerceiver.__name__, "options": model.config}
@@ -41,7 +45,9 @@ class AdaPerceivers(Family):
         if inner is not None:
             raise DwindleError(f"{folder} holds an AdaPerceiver, which is whole by itself; load it without vit=...")
         options, weights = config["backbone"]["options"] or {}, read_both(folder, config)
-        if "readouts" not in options:  # saved when there was one, which had no name
+        if config["backbone"]["model"] == published.NAME:
+            weights = published.renamed(weights, folder)
+        elif "readouts" not in options:  # saved when there was one, which had no name
             nameless = ("write.", "output", "head.")
             weights = {f"readouts.0.{n}" if n.startswith(nameless) else n: w for n, w in weights.items()}
         check_fit(planned(lambda: AdaPerceiver(**options), folder), weights, folder)

@@ -25,9 +25,14 @@ from .settings import Choice, Exits, check, settings, trace_of
 if TYPE_CHECKING:
     from .prepared import PreparedPerceiver
 
+# What the text leaves open, by the authors' public code.
+PUBLISHED: dict[str, Any] = {"rope": "pairs", "rope_beyond": "stretch", "norm_eps": 1e-6}
 PRESETS: dict[str, dict[str, Any]] = {
     # C.7, but patches of 16: with the 14 printed there it has 143.7M parameters, with 16 the 143.8M of Table 5.
-    "paper": {},
+    "paper": PUBLISHED,
+    # D.1: answers and features of ViT-H/14 CLIP, tuned on ImageNet-12K, whose patches are of 14 pixels.
+    "paper_distill": PUBLISHED | {"patch": 14, "outputs": "both", "classes": 11821, "features": 1280},
+    "paper_dense": PUBLISHED | {"patch": 14, "outputs": "dense", "head": "ffn", "classes": 1280},
     # DeiT-T's blocks, so that they can begin it; less than half its cost, of which the latents have nine tenths.
     "small": {
         "width": 192,
@@ -58,13 +63,17 @@ class Answers:
 
     tokens: Tensor  # (G, B, classes), dense (G, B, P, classes)
     depths: Tensor | None  # (L, B, ...)
+    features: Answers | None = None  # of outputs = both
 
 
 class AdaPerceiver(Network):
     """`model(images, tokens=96, depth=12, width=624)`; left out, each is the largest it was trained with.
 
-    tokens, widths: those trained. outputs: 'class', one learned output token; 'dense', an answer for each patch.
-    head: 'linear', or 'mlp' for feature distillation (D.1). readouts: 'shared' by all depths (Eq. 13), or 'own': each
+    tokens, widths: those trained. outputs: 'class', one learned output token; 'dense', an answer for each patch;
+    'both', the first with `features` numbers for each patch beside it, which are then `out.features`.
+    head: 'linear'; 'mlp', or 'ffn' as published, for feature distillation (D.1). rope: which channels turn together,
+    one of each half of a head or pairs next to each other. rope_beyond: more latents than trained turn on, or their
+    angles are pressed into those trained. readouts: 'shared' by all depths (Eq. 13), or 'own': each
     depth has its output token, write head and classifier. mask: 'blocks', what a latent sees does not depend on how
     many follow (C.4); or 'open', asked for t latents all t see each other, and training draws the steps of the mask.
     """
@@ -241,13 +250,18 @@ class AdaPerceiver(Network):
             neurons = numbers(tuple(map(self.hidden, range(self.width + 1))), images.device)[widths]
             kept = (torch.arange(self.hidden(self.width), device=images.device) < neurons[:, None])[:, None]
             kept = kept.to(patches.dtype)
-        z, answers, depths = self.read.latents(self.latent, patches, turn), self._answering(turn), []
+        z, answers = self.read.latents(self.latent, patches, turn), self._answering(turn)
+        depths: list[tuple[Tensor, Tensor]] = []
         for depth, block in enumerate(self.blocks, 1):
             z = block(z, turn, attend, None, kept)
             if sampled is not None:
-                depths.append(answers(depth, z, patches, (at < sampled[depth - 1])[None])[0][0])
+                answer, feature = answers(depth, z, patches, (at < sampled[depth - 1])[None])
+                depths.append((answer[0], feature[0]))
         grains = at < numbers(self.tokens, images.device)[:, None]  # (G, N)
-        return Answers(answers(self.depth, z, patches, grains)[0], torch.stack(depths) if depths else None)
+        answer, feature = answers(self.depth, z, patches, grains)
+        two = self.outputs == "both"
+        deep = [torch.stack([pair[i] for pair in depths]) if depths else None for i in range(1 + two)]
+        return Answers(answer, deep[0], Answers(feature, deep[1]) if two else None)
 
     @torch.no_grad()
     def every(

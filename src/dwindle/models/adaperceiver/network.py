@@ -24,6 +24,7 @@ from .blocks import (
     Read,
     ReadOut,
     Turn,
+    TwoReadOuts,
     attend_mask,
     attention,
     drawn_mask,
@@ -56,8 +57,12 @@ class Network(nn.Module):
         widths: Rising | None = (416, 624, 832),
         layer_scale: float = 1e-5,
         rope_theta: Above0 = 10000.0,
-        outputs: Literal["class", "dense"] = "class",
-        head: Literal["linear", "mlp"] = "linear",
+        rope: Literal["halves", "pairs"] = "halves",
+        rope_beyond: Literal["continue", "stretch"] = "continue",
+        norm_eps: Annotated[float, Within(0, 1, over=True, under=True)] = 1e-5,
+        outputs: Literal["class", "dense", "both"] = "class",
+        head: Literal["linear", "mlp", "ffn"] = "linear",
+        features: Size | None = None,
         readouts: Literal["shared", "own"] = "shared",
         mask: Literal["blocks", "open"] = "blocks",
     ) -> None:
@@ -73,6 +78,11 @@ class Network(nn.Module):
                 f"they must rise and end with the width, {width}",
             ),
             (f"ffn_ratio = {ffn_ratio}", int(min(widths) * ffn_ratio) >= 1, "it leaves the least width no neuron"),
+            (
+                f"features = {features}",
+                (features is None) == (outputs != "both"),
+                "outputs = both, and nothing else, needs the size of a patch's features",
+            ),
         ):
             if not fits:
                 raise DwindleError(f"{given}: {expected}.")
@@ -80,6 +90,7 @@ class Network(nn.Module):
             **{"classes": classes, "image": image, "patch": patch, "channels": channels, "width": width},
             **{"depth": depth, "heads": heads, "ffn_ratio": ffn_ratio, "tokens": tokens, "widths": widths},
             **{"layer_scale": layer_scale, "rope_theta": rope_theta, "outputs": outputs, "head": head},
+            **{"rope": rope, "rope_beyond": rope_beyond, "norm_eps": norm_eps, "features": features},
             **{"readouts": readouts},
         }
         self.mask = mask
@@ -97,8 +108,17 @@ class Network(nn.Module):
         self.read = Read(width, heads)
         self.blocks = nn.ModuleList(Block(width, heads, self.hidden(width), layer_scale) for _ in range(depth))
         count = depth if readouts == "own" else 1
-        self.readouts: Any = nn.ModuleList(ReadOut(width, heads, classes, outputs, head) for _ in range(count))
+        self.readouts: Any = nn.ModuleList(self._readout() for _ in range(count))
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.eps = norm_eps
         self._start()
+
+    def _readout(self) -> ReadOut:
+        of, hidden = self.config, self.hidden(self.width)
+        if self.outputs == "both":
+            return TwoReadOuts(self.width, self.heads, self.classes, of["features"], of["head"], hidden)
+        return ReadOut(self.width, self.heads, self.classes, self.outputs, of["head"], hidden)
 
     @property
     def mask(self) -> str:
@@ -119,7 +139,7 @@ class Network(nn.Module):
             if isinstance(module, nn.Linear | nn.Conv2d):
                 nn.init.trunc_normal_(module.weight, std=std)
                 nn.init.zeros_(module.bias)  # type: ignore[arg-type]
-        asking = [readout.output for readout in self.readouts] if self.outputs == "class" else []
+        asking = [readout.output for readout in self.readouts] if self.outputs != "dense" else []
         for parameter in (self.position, self.latent, *asking):
             nn.init.trunc_normal_(parameter, std=0.02)
 
@@ -161,7 +181,14 @@ class Network(nn.Module):
         return self._angles(tokens, patches), attention(kind, ends, patches.device)
 
     def _angles(self, tokens: int, patches: Tensor) -> Turn:
-        return turns(tokens, self.width // self.heads, self.rope_theta, patches)
+        most = self.tokens[-1] if self.config["rope_beyond"] == "stretch" else None
+        return turns(tokens, self.width // self.heads, self.rope_theta, patches, self.config["rope"] == "pairs", most)
+
+    def channels_of(self, pair: int) -> tuple[int, int]:
+        """The two channels of a head that RoPE's angle `pair` turns."""
+        if self.config["rope"] == "pairs":
+            return 2 * pair, 2 * pair + 1
+        return pair, pair + self.width // self.heads // 2
 
     def _attend_drawn(self, drawn: Tensor) -> Attend:
         """Attention by these steps of the mask, written where the last ones were: compiled blocks and recordings know

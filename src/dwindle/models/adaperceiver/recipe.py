@@ -37,6 +37,9 @@ class AdaRecipe(Recipe):
     restart: bool = True  # each stage from the averaged weights, with a schedule of its own; false: one over all stages
     token_weight: AtLeast0 = 1.0
     depth_weight: AtLeast0 = 1.0
+    depth_mean: Literal["blocks", "weights"] = (
+        "blocks"  # depths' losses at weight l / L over L, or over all the weights
+    )
     largest_weight: AtLeast0 = 0.0  # of the most tokens at full depth once more, beside their share in the mean
     full_width: Share = 0.0  # share of the images that run at full width whatever was drawn for them
     mask_steps: Inside = 0.5  # chance of each step of an open mask, but the last, to be there in a training step

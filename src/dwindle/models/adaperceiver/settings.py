@@ -5,6 +5,7 @@ B images, N latents, L blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -44,14 +45,12 @@ def _chosen(model: AdaPerceiver, name: str, given: Choice, count: int, default: 
     values: list[Any] = list(given) if isinstance(given, Sequence) else [given] * count
     if len(values) != count:
         raise DwindleError(f"{name} has {len(values)} values for {count} images; give one, or one per image.")
-    most = {"tokens": 4 * model.tokens[-1], "depth": model.depth}.get(name, 0)
+    most = {"tokens": 4 * model.tokens[-1], "depth": model.depth, "width": model.width}[name]
+    least = math.ceil(1 / model.ffn_ratio) if name == "width" else 1  # an FFN has a neuron at least
     for value in set(values):
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if name == "width" and not (whole and value in model.widths):
-            allowed = ", ".join(map(str, model.widths))
-            raise DwindleError(f"width = {value}: this network was trained with the widths {allowed}; choose one.")
-        if name != "width" and not (whole and 1 <= value <= most):
-            raise DwindleError(f"{name} = {value}: this network takes a whole number from 1 to {most}.")
+        if not (whole and least <= value <= most):
+            raise DwindleError(f"{name} = {value}: this network takes a whole number from {least} to {most}.")
     return values
 
 
@@ -69,7 +68,7 @@ def check(model: AdaPerceiver, images: Tensor, exit: float | None = None, exits:
         if exit is None:
             raise DwindleError("exits says after which blocks images may leave; give exit, the confidence, as well.")
         check_exits(model, exits)
-    if exit is not None and model.outputs != "class":
+    if exit is not None and model.outputs == "dense":
         raise DwindleError(
             "exit asks for the confidence of one answer; a dense network has one per patch, so leave it out."
         )

@@ -186,7 +186,7 @@ def _look_at_places(model: AdaPerceiver, images: Tensor) -> None:
     pairs of channels, turned by n, then scores FOCUS * (cos(x_n - x) + cos(y_n - y)). Values leave the code out.
     """
     read, width, size = model.read, model.width, model.width // model.heads
-    side, pairs = model.image // model.patch, model.width // model.heads // 2
+    side = model.image // model.patch
     angle = (torch.arange(side) + 0.5) / side * 2 * math.pi
     y, x = (a.flatten() for a in torch.meshgrid(angle, angle, indexing="ij"))
     code = torch.stack([x.cos(), x.sin(), y.cos(), y.sin()], -1)  # (P, 4)
@@ -212,9 +212,10 @@ def _look_at_places(model: AdaPerceiver, images: Tensor) -> None:
     gain = math.sqrt(FOCUS * math.sqrt(size))
     for at in range(0, width, size):
         for pair, rows in ((across, (0, 1)), (down, (2, 3))):
-            read.q.bias[at + pair] = gain * math.cos(math.pi / side)
-            read.q.bias[at + pair + pairs] = gain * math.sin(math.pi / side)
-            read.kv.weight[[at + pair, at + pair + pairs]] = gain * spread / large * along.T[list(rows)]
+            one, two = (at + channel for channel in model.channels_of(pair))
+            read.q.bias[one] = gain * math.cos(math.pi / side)
+            read.q.bias[two] = gain * math.sin(math.pi / side)
+            read.kv.weight[[one, two]] = gain * spread / large * along.T[list(rows)]
 
 
 def _speeds(model: AdaPerceiver) -> tuple[int, int]:
@@ -244,7 +245,9 @@ def _turn_what_matters_least(model: AdaPerceiver, images: Tensor) -> None:
     patches = model.embed(images)
     turn, attend = model._prepare(model.tokens[-1], patches)
     z, width, size = model.read.latents(model.latent, patches, turn), model.width, model.width // model.heads
-    rank = torch.arange(size).view(-1, 2).flip(0).T.flatten()  # of a channel: the slowest pair, the last, has 0 and 1
+    places = torch.tensor([model.channels_of(pair) for pair in range(size // 2)]).flatten()
+    rank = torch.empty_like(places)  # of a channel: the slowest pair, the last, has 0 and 1
+    rank[places] = torch.arange(size).view(-1, 2).flip(0).flatten()
     blocks: Any = model.blocks
     for block in blocks:
         weight, bias = block.attn.qkv.weight, block.attn.qkv.bias

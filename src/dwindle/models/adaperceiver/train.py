@@ -203,7 +203,7 @@ class AdaLearner(Learner):
 
     def terms(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Algorithm 3: means over images and granularities (of an open mask those drawn), and over depths at weight
-        l / L.
+        l / L, divided by L or, as published, by the sum of these weights.
         """
         drawn = inputs.get("drawn")
         answers = self.model.answers(inputs["x"], inputs.get("widths"), inputs.get("sampled"), drawn)
@@ -220,7 +220,9 @@ class AdaLearner(Learner):
         if answers.depths is not None:
             losses = self.loss(answers.depths, y, taught)  # (L,)
             weights = torch.arange(1, len(losses) + 1, device=losses.device) / len(losses)
-            terms["depths"] = (weights * losses).mean()
+            # The authors' public code divides by the sum of the weights, some half of L.
+            count = weights.sum() if recipe.depth_mean == "weights" else len(losses)
+            terms["depths"] = (weights * losses).sum() / count
             terms["total"] = terms["total"] + recipe.depth_weight * terms["depths"]
         return terms | {"cost": torch.ones((), device=y.device)}
 
