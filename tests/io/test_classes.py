@@ -51,6 +51,8 @@ FIRST = [name.split(",")[0] for name in FULL]
         (["tench, Tinca tinca", "goldfish"], ["goldfish", "tench"], [1, 0]),
         (["n01440764"], ["carp", "tench"], [1]),
         (["harp", "missile"], FULL, [594, 657]),  # not the mouth harp
+        (["N01440764", "N02085620_chihuahua"], FULL, [0, 151]),
+        (["Cafe\u0301", "\uff22ear", "STRASSE"], ["bear", "caf\u00e9", "Straße"], [1, 0, 2]),  # as macOS writes folders
     ],
 )
 def test_names_are_matched(data, model, numbers):

@@ -1,13 +1,15 @@
 """Which class of a data set is which class of a model: by their names where both have some, else by their number.
 
-Case, spaces, underscores, hyphens and slashes make no difference. ImageNet's classes are known by wordnet's ids
-(n01440764, n01440764_tench) and by each of their names ('tench, Tinca tinca'). A name that may be two classes, such as
-'crane', is matched only where an id or the whole name tells which; else it is left out, and said.
+Case, spaces, underscores, hyphens and slashes make no difference, nor how Unicode writes a letter: macOS stores an
+accent apart from it. ImageNet's classes are known by wordnet's ids (n01440764, n01440764_tench) and by each of their
+names ('tench, Tinca tinca'). A name that may be two classes, such as 'crane', is matched only where an id or the whole
+name tells which; else it is left out, and said.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ import numpy as np
 
 from ..errors import DwindleError
 
-WORDNET_ID = re.compile(r"(n\d{8})(?![^\W_])")
+WORDNET_ID = re.compile(r"(n\d{8})(?![^\W_])", re.IGNORECASE)
 IN_ORDER = 0.9  # share of a list's names that must be ImageNet's, each in its place, for the list to be ImageNet's
 NONE = -1
 
@@ -72,7 +74,8 @@ def _wordnet() -> Any:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[\s_/-]+", " ", name).strip().casefold()
+    folded = unicodedata.normalize("NFKC", name).casefold()
+    return re.sub(r"[\s_/-]+", " ", unicodedata.normalize("NFKC", folded)).strip()
 
 
 def _parts(name: str) -> list[str]:
@@ -85,7 +88,7 @@ class _Class:
     def __init__(self, name: str, wordnet_id: str | None = None) -> None:
         own = WORDNET_ID.match(name.strip())
         self.name, self.plain = name, _plain(name)
-        self.id = own[1] if own else wordnet_id
+        self.id = own[1].lower() if own else wordnet_id
         parts = _parts(name)
         self.first = parts[0] if parts else self.plain
         self.names, self.wholes = {self.plain, *parts}, {self.plain}

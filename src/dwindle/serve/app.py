@@ -66,6 +66,12 @@ def _give(app: FastAPI, route: str, content: str | bytes, kind: str) -> None:
     app.add_api_route(route, given, include_in_schema=False)
 
 
+def _too_long(number: str) -> bool:
+    """Whether text is a whole number of more than 64 bits."""
+    digits = number.strip().lstrip("+-").lstrip("0")
+    return digits.isdecimal() and (len(digits) > len(str(LONGEST)) or int(digits) > LONGEST)
+
+
 def _say_errors(app: FastAPI) -> None:
     """Every error is {"error": one sentence}."""
 
@@ -80,7 +86,7 @@ def _say_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         number = str(first.get("input", "")) if first["loc"][-1] in ("budget", "top") else ""
-        status = 400 if number.isdigit() and len(number) > len(str(LONGEST)) else 422
+        status = 400 if _too_long(number) else 422
         return said(status, f"'{first['loc'][-1]}' in the {first['loc'][0]}: {first['msg']}.")
 
     @app.exception_handler(HTTPException)

@@ -103,6 +103,7 @@ def parsed(body: bytearray, limits: Limits) -> dict[str, Any]:
         text, strings = _without_long_strings(body, limits)
         given = json.loads(
             text.decode("utf-8-sig"),
+            parse_int=_whole,
             object_hook=lambda found: {
                 key: strings.get(value, value) if isinstance(value, str) else value for key, value in found.items()
             },
@@ -112,6 +113,12 @@ def parsed(body: bytearray, limits: Limits) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise Refused(422, "The body must be a JSON object with an 'image' in base64.")
     return given
+
+
+def _whole(digits: str) -> int:
+    """Of a number longer than 64 bits only that it is: Python reads none of thousands of digits, and what stands beside
+    it shall have its answer."""
+    return int(digits) if len(digits) <= 20 else -(1 << 64) if digits[0] == "-" else 1 << 64
 
 
 def _without_long_strings(body: bytearray, limits: Limits) -> tuple[bytes, dict[str, memoryview]]:
