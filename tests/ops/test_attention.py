@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dwindle.ops.attention import (
+    Pairs,
     _attend_padded,
     attend_gated,
     attend_masked,
@@ -51,6 +52,34 @@ def test_all_layouts_are_the_definition(lengths, heads, size, seed):
         if any(lengths):
             padded = _attend_padded(*rows, [n for n in lengths if n], dropout_p=0.0, scale=scale)
             torch.testing.assert_close(padded, pack(expected, live))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_a_bias_for_pairs_of_tokens_wherever_the_live_rows_lie(images, heads, of_each, weighted, seed):
+    torch.manual_seed(seed)
+    q, k, v = torch.randn(3, images, heads, 7, 8, dtype=torch.float64)
+    bias = torch.randn(images if of_each else 1, heads, 7, 7, dtype=torch.float64)
+    live = torch.rand(images, 7) < torch.rand(images, 1)  # some images keep few tokens, some none
+    live[0] = True
+    live[:, 0] = live.any(-1)  # the class token is the last to leave
+    some, lengths = live.any(-1), live.sum(1).tolist()
+    weight = torch.rand(images, 7, dtype=torch.float64) + 0.5 if weighted else torch.ones(images, 7).double()
+    key_bias = weight.log() if weighted else None
+    expected = attend_ref(q, k, v, live * weight, pair_bias=bias)
+    masked = attend_masked(q, k, v, live, key_bias, bias)
+    torch.testing.assert_close(masked[some], expected[some])
+    torch.testing.assert_close(attend_gated(q, k, v, live * weight, bias)[some], expected[some])
+    pairs = Pairs(bias, live.nonzero()[:, 1])
+    rows = [pack(x, live) for x in (q, k, v)]
+    of_rows = None if key_bias is None else key_bias[live]
+    torch.testing.assert_close(attend_packed(*rows, lengths, of_rows, pairs), pack(expected, live))
+    padded = _attend_padded(*rows, lengths, of_rows, pairs, dropout_p=0.0, scale=None)
+    torch.testing.assert_close(padded, pack(expected, live))
+    for prefix in (0, 1):
+        got = class_attention(q, k, live, prefix, None, bias)
+        packed = class_attention_packed(*rows[:2], lengths, prefix, None, pairs)
+        torch.testing.assert_close(packed, got[live])
 
 
 @settings(max_examples=20, deadline=None)

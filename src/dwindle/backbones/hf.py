@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.backbone import LINEAR, Backbone, BlockParts, Shape, activation_name, as_written, linear_macs
+from ..core.tokens import Tokens
 from ..errors import DwindleError, listed, unknown
 from ..settings import Above0, AtLeast0, Classes, Count, Depth, ImageSize, Share, Size, Within, Word, options
 
@@ -140,10 +141,10 @@ class HuggingFaceViT(Backbone):
     def checkpoints(self) -> bool:
         return any(getattr(block, "gradient_checkpointing", False) for block in self.blocks)
 
-    def once(self, block: Any, x: Tensor) -> Any:
+    def once(self, block: Any, x: Tensor, tokens: Tokens) -> Any:
         block.gradient_checkpointing = False
         try:
-            return self.call(block, x)
+            return self.call(block, x, tokens)
         finally:
             block.gradient_checkpointing = True
 

@@ -300,8 +300,8 @@ class Backbone:
         return self._run(block, tokens, probe)
 
     def _run(self, block: nn.Module, tokens: Tokens, probe: Probe) -> Tokens:
-        run = Run(tokens, probe)
-        call = self._again(block, run) if self.recomputes else run.calling(partial(self.call, block))
+        run = Run(tokens, probe, partial(self.turned, block))
+        call = self._again(block, run) if self.recomputes else run.calling(partial(self.call, block, tokens=tokens))
         after = tokens.update(call, block, probe)
         if not run.called:
             return after  # the layout ran the block by its parts
@@ -312,20 +312,30 @@ class Backbone:
             )
         return after.changed(probed=run.probed)
 
-    def call(self, block: nn.Module, x: Tensor) -> Any:
+    def positions(self, images: Tensor) -> Tensor | None:
+        """(..., N, C): what blocks are told of each token's place, the same for all images; the loop keeps it as
+        `tokens.positions`, of which `tokens.placed` gives the live rows'. None: nothing."""
+        return None
+
+    def call(self, block: nn.Module, x: Tensor, tokens: Tokens) -> Any:
         """The block's forward on rows, by the arguments that the family gives it."""
         return block(x)
 
-    def once(self, block: nn.Module, x: Tensor) -> Any:
+    def turned(self, block: nn.Module, q: Tensor, k: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Queries and keys (b, H, rows, E) as attention compares them, where the family's own code, which takes the
+        first rows for the prefix, would turn the wrong ones: `call` then tells the block of no positions."""
+        return q, k
+
+    def once(self, block: nn.Module, x: Tensor, tokens: Tokens) -> Any:
         """`call` without a checkpoint of the family's own: that would run it again outside of any run."""
-        return self.call(block, x)
+        return self.call(block, x, tokens)
 
     def _again(self, block: nn.Module, run: Run) -> Callable[[Tensor], Tensor]:
         """The block's forward, which the backward pass runs once more instead of keeping what is in between. That run
         sees the notes as they are now: the method goes on writing to them."""
-        then = Run(run.tokens.changed(notes=dict(run.tokens.notes)), run.probe)
+        then = Run(run.tokens.changed(notes=dict(run.tokens.notes)), run.probe, run.turned)
         turns = iter((run, then))
-        forward = partial(self.once, block)
+        forward = partial(self.once, block, tokens=run.tokens)
         return lambda x: checkpoint(lambda x: next(turns, then).calling(forward)(x), x, use_reentrant=False)
 
 

@@ -40,19 +40,23 @@ class Masked(Tokens):
             x = self.x + self.gate[..., None].to(new.dtype) * (new - self.x)
         return self.changed(x=x)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None = None, **options: Any) -> Tensor:
         bias = self.notes.get("key_bias")
         if self.whole and bias is None:
-            return F.scaled_dot_product_attention(q, k, v, **options)
+            return F.scaled_dot_product_attention(q, k, v, pair_bias, **options)
         if self.gate is not None:
-            return attend_gated(q, k, v, self.gate if bias is None else self.gate * bias.exp(), **options)
-        return attend_masked(q, k, v, self.live, bias, **options)
+            gate = self.gate if bias is None else self.gate * bias.exp()
+            return attend_gated(q, k, v, gate, pair_bias, **options)
+        return attend_masked(q, k, v, self.live, bias, pair_bias, **options)
+
+    def placed(self, places: Tensor) -> Tensor:
+        return places
 
     def mean_keys(self, k: Tensor) -> Tensor:
         return k.mean(1)  # (B, H, N, E) -> (B, N, E)
 
-    def class_attention(self, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
-        return class_attention(q, k, self.live, self.prefix, scale)
+    def class_attention(self, q: Tensor, k: Tensor, scale: float | None, pair_bias: Tensor | None = None) -> Tensor:
+        return class_attention(q, k, self.live, self.prefix, scale, pair_bias)
 
     def per_image(self, values_B: Tensor) -> Tensor:
         return values_B[:, None].expand(-1, self.shape[1], *values_B.shape[1:])

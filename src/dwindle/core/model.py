@@ -117,7 +117,9 @@ class AdaptiveViT(nn.Module):
         shape = self.backbone.shape
         with cutting(images):
             embedded = self.backbone.embed(images)
-        tokens = start(embedded, shape.prefix).changed(reader=self.backbone.logits, compiling=compiled_now())
+        tokens = start(embedded, shape.prefix).changed(
+            reader=self.backbone.logits, positions=self.backbone.positions(images), compiling=compiled_now()
+        )
         if depths is not None:
             if tuple(depths.shape) != tuple(tokens.shape):
                 wanted = " x ".join(map(str, tokens.shape))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DwindleError
-from ..ops.attention import attend_packed, class_attention_packed
+from ..ops.attention import Pairs, attend_packed, class_attention_packed
 from ..ops.merging import Merge, merge_ref, nearest_ref
 from ..ops.rows import Rows
 from .tokens import NOTHING, Probe, Tokens, Where
@@ -33,14 +33,19 @@ class Packed(Tokens):
     def update(self, call: Callable[[Tensor], Tensor], block: nn.Module, probe: Probe) -> Packed:
         return self.changed(x=call(self.x[None])[0])
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return attend_packed(q, k, v, self.lengths, self.notes.get("key_bias"), **options)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None = None, **options: Any) -> Tensor:
+        pairs = None if pair_bias is None else Pairs(pair_bias, self.place)
+        return attend_packed(q, k, v, self.lengths, self.notes.get("key_bias"), pairs, **options)
+
+    def placed(self, places: Tensor) -> Tensor:
+        return places.index_select(-2, self.place)
 
     def mean_keys(self, k: Tensor) -> Tensor:
         return k[0].mean(0)  # (1, H, T, E) -> (T, E)
 
-    def class_attention(self, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
-        return class_attention_packed(q, k, self.lengths, self.prefix, scale)
+    def class_attention(self, q: Tensor, k: Tensor, scale: float | None, pair_bias: Tensor | None = None) -> Tensor:
+        pairs = None if pair_bias is None else Pairs(pair_bias, self.place)
+        return class_attention_packed(q, k, self.lengths, self.prefix, scale, pairs)
 
     @property
     def empty(self) -> bool:

@@ -20,12 +20,15 @@ from ..errors import DwindleError
 from .packed import Packed
 from .tokens import Probe, Probed, Tokens
 
+Turned = Callable[[Tensor, Tensor, Tokens], tuple[Tensor, Tensor]]
+
 
 class Run:
     """One block at work: its rows, what it is asked to leave behind, and what was caught on the way."""
 
-    def __init__(self, tokens: Tokens, probe: Probe) -> None:
-        self.tokens, self.probe = tokens, probe
+    def __init__(self, tokens: Tokens, probe: Probe, turned: Turned | None = None) -> None:
+        """turned: what positions make of queries and keys, where the family's own forward is not told of positions."""
+        self.tokens, self.probe, self.turned = tokens, probe, turned
         self.neuron: Tensor | None = None
         self.of_attention = Probed()  # what the probe asks of attention
         self.called = False  # the block's own forward ran
@@ -107,13 +110,25 @@ class _Core(TorchFunctionMode):
         scale: float | None = None,
         **_: Any,
     ) -> Tensor:
-        if attn_mask is not None or is_causal:
+        tokens, bias = self.work.tokens, attn_mask
+        if is_causal or (bias is not None and not _of_pairs(bias, tokens)):
             raise DwindleError(
-                "This model masks its own attention, and only plain bidirectional attention can be adapted; give a "
-                "model without a mask."
+                "This model masks its own attention, and only bidirectional attention can be adapted, plain or with a "
+                "bias for each pair of an image's tokens; give a model without a mask."
             )
-        self.work.of_attention = self.work.tokens.look(self.work.probe, q, k, scale)
-        return self.work.tokens.attend(q, k, v, dropout_p=dropout_p, scale=scale)
+        if bias is not None:
+            bias = bias.to(q.dtype)
+        if self.work.turned is not None:
+            q, k = self.work.turned(q, k, tokens)
+        self.work.of_attention = tokens.look(self.work.probe, q, k, scale, bias)
+        return tokens.attend(q, k, v, pair_bias=bias, dropout_p=dropout_p, scale=scale)
+
+
+def _of_pairs(bias: Tensor, tokens: Tokens) -> bool:
+    """Whether it is added to the scores of all pairs of tokens, of every image or of each: (1 or B, 1 or H, N, N)."""
+    images, count = tokens.shape
+    fits = bias.dim() == 4 and bias.shape[0] in (1, images) and tuple(bias.shape[2:]) == (count, count)
+    return fits and bias.is_floating_point()
 
 
 def attention_forward(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:

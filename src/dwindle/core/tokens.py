@@ -77,6 +77,7 @@ class Tokens:
     notes: dict[str, Tensor] = field(default_factory=dict)
     probed: Probed = NOTHING
     reader: Callable[[Tensor], Tensor] | None = None  # (B, N, D) -> logits; the loop lends the backbone's
+    positions: Tensor | None = None  # (..., N, C): what the backbone tells its blocks of each place
     rows: Rows | None = None  # the live rows as a list on the device, in the layout whose kernels go by it
     compiling: bool = False  # this forward pass is one of many alike, so that compiling its parts pays
 
@@ -95,20 +96,28 @@ class Tokens:
         runs the block by its parts catches it itself."""
         raise NotImplementedError
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Attention of the live rows among those of the same image."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None = None, **options: Any) -> Tensor:
+        """Attention of the live rows among those of the same image. pair_bias: (1 or B, 1 or H, N, N) added to the
+        scores of all tokens, live or not."""
         raise NotImplementedError
 
-    def look(self, probe: Probe, q: Tensor, k: Tensor, scale: float | None = None) -> Probed:
+    def placed(self, places: Tensor) -> Tensor:
+        """Of values of the places (..., N, C) those of the rows, to go with queries (b, H, rows, E)."""
+        raise NotImplementedError
+
+    def look(
+        self, probe: Probe, q: Tensor, k: Tensor, scale: float | None = None, pair_bias: Tensor | None = None
+    ) -> Probed:
         """What a probe asks of attention."""
-        attention = self.class_attention(q.detach(), k.detach(), scale) if probe.attention else None
+        bias = None if pair_bias is None else pair_bias.detach()
+        attention = self.class_attention(q.detach(), k.detach(), scale, bias) if probe.attention else None
         return Probed(attention=attention, keys=self.mean_keys(k) if probe.keys or probe.merging else None)
 
     def mean_keys(self, k: Tensor) -> Tensor:
         """The keys on rows, mean over heads."""
         raise NotImplementedError
 
-    def class_attention(self, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+    def class_attention(self, q: Tensor, k: Tensor, scale: float | None, pair_bias: Tensor | None = None) -> Tensor:
         """The share of the class token's attention that each row gets."""
         raise NotImplementedError
 

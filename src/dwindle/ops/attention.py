@@ -6,6 +6,7 @@ Shapes: B images, N tokens, T live rows of all images one after the other, H hea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +15,43 @@ from torch import Tensor
 from . import gated, half
 
 
-def attend_ref(q: Tensor, k: Tensor, v: Tensor, gate_BN: Tensor, scale: float | None = None) -> Tensor:
-    """softmax over the keys that count: out_i = sum_j g_j e_ij v_j / sum_j g_j e_ij, with e_ij = exp(q_i . k_j).
+class Pairs(NamedTuple):
+    """Numbers for all pairs of an image's tokens, added to their scores, and which tokens the rows of a pack are."""
 
-    A gate of 0 removes a key, 1 keeps it. An image with no key at all gives 0.
+    bias: Tensor  # (1 or B, 1 or H, N, N)
+    place_T: Tensor  # which of its image's N each row is
+
+    def of(self, images: list[int], place: Tensor) -> Tensor:
+        """(1 or b, H, n, n): the pairs of these images' rows, which are the tokens `place` (b, n), in their order."""
+        if place.shape[1] == self.bias.shape[-1]:
+            return self.bias if self.bias.shape[0] == 1 else self.bias[images]
+        return self.gathered(images, place)
+
+    def gathered(self, images: list[int], place: Tensor) -> Tensor:
+        """The same for tokens in any order, with a number for each image."""
+        bias = self.bias if self.bias.shape[0] == 1 else self.bias[images]
+        if len(images) == 1:
+            return bias.index_select(-2, place[0]).index_select(-1, place[0])
+        rows, keys = place[:, :, None], place[:, None, :]
+        if bias.shape[0] == 1:
+            return bias[0][:, rows, keys].transpose(0, 1)
+        return torch.stack([one[:, r, k] for one, r, k in zip(bias, rows, keys)])
+
+    def each(self, lengths: Sequence[int]) -> list[Tensor]:
+        """(1, H, n, n) of each image that has rows."""
+        places = self.place_T.split(list(lengths))
+        return [self.of([image], place[None]) for image, place in enumerate(places) if len(place)]
+
+
+def attend_ref(
+    q: Tensor, k: Tensor, v: Tensor, gate_BN: Tensor, scale: float | None = None, pair_bias: Tensor | None = None
+) -> Tensor:
+    """softmax over the keys that count: out_i = sum_j g_j e_ij v_j / sum_j g_j e_ij, with e_ij = exp(q_i . k_j + b_ij).
+
+    A gate of 0 removes a key, 1 keeps it. An image with no key at all gives 0. pair_bias: b, (1 or B, 1 or H, N, N).
     """
     scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if pair_bias is None else scores + pair_bias
     gate = gate_BN[:, None, None, :].to(scores.dtype)
     scores = scores - scores.masked_fill(gate == 0, -torch.inf).amax(-1, keepdim=True).clamp_min(-1e30)
     weights = torch.where(gate == 0, 0.0, scores.exp()) * gate
@@ -32,21 +64,33 @@ def attend_masked(
     v: Tensor,
     live_BN: Tensor,
     bias_BN: Tensor | None = None,
+    pair_bias: Tensor | None = None,
     *,
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Every row (B, H, N, E) attends to the live rows of its image. bias: added to a key's scores (a gate e^bias)."""
+    """Every row (B, H, N, E) attends to the live rows of its image. bias: added to a key's scores (a gate e^bias).
+    pair_bias: (1 or B, 1 or H, N, N) added to each score."""
     # In an image without live rows the softmax would be over nothing, which is NaN, also in the backward pass. The
     # caller does not read its rows, so they may as well attend to everything.
     mask = live_BN | ~live_BN.any(-1, keepdim=True)
     if bias_BN is not None:
         mask = bias_BN.to(q.dtype).masked_fill(~mask, -torch.inf)
-    return F.scaled_dot_product_attention(q, k, v, mask[:, None, None, :], dropout_p=dropout_p, scale=scale)
+    mask = mask[:, None, None, :]
+    if pair_bias is not None:
+        mask = pair_bias.masked_fill(~mask, -torch.inf) if bias_BN is None else pair_bias + mask
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout_p, scale=scale)
 
 
 def attend_gated(
-    q: Tensor, k: Tensor, v: Tensor, gate_BN: Tensor, *, dropout_p: float = 0.0, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate_BN: Tensor,
+    pair_bias: Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
 ) -> Tensor:
     """`attend_ref` with a gradient for the gates, and no (N, N) matrix in memory.
 
@@ -54,12 +98,13 @@ def attend_gated(
     of the definition, both divided by the same softmax sum. A gate of 0 still receives its gradient, so a token that
     was put out can learn to come back.
     """
-    if not dropout_p and gated.covers(q, k, v):
+    if not dropout_p and pair_bias is None and gated.covers(q, k, v):
         return gated.attend(q, k, v, gate_BN, scale)
     gate = gate_BN[:, None, :, None].to(v.dtype)
     # Fused kernels want a head size that is a multiple of 8: the gate comes as eight equal columns.
     columns = gate.expand(*v.shape[:-1], 8)
-    out = F.scaled_dot_product_attention(q, k, torch.cat([v * gate, columns], -1), dropout_p=dropout_p, scale=scale)
+    both = torch.cat([v * gate, columns], -1)
+    out = F.scaled_dot_product_attention(q, k, both, pair_bias, dropout_p=dropout_p, scale=scale)
     return out[..., :-8] / out[..., -1:].clamp_min(torch.finfo(out.dtype).tiny)
 
 
@@ -69,6 +114,7 @@ def attend_packed(
     v: Tensor,
     lengths: Sequence[int],
     bias_T: Tensor | None = None,
+    pairs: Pairs | None = None,
     *,
     dropout_p: float = 0.0,
     scale: float | None = None,
@@ -81,27 +127,43 @@ def attend_packed(
     sizes = [n for n in lengths if n]
     if not sizes:
         return v
-    if len(sizes) == 1:
-        mask = None if bias_T is None else bias_T.to(q.dtype).view(1, 1, 1, -1)
-        return half.attend(q, k, v, mask, dropout_p, scale)
     if len(set(sizes)) == 1:
-        q, k, v = (rows[0].unflatten(1, (len(sizes), sizes[0])).transpose(0, 1) for rows in (q, k, v))  # (B, H, n, E)
+        if len(sizes) > 1:
+            q, k, v = (x[0].unflatten(1, (len(sizes), sizes[0])).transpose(0, 1) for x in (q, k, v))  # (B, H, n, E)
         mask = None if bias_T is None else bias_T.to(q.dtype).view(len(sizes), 1, 1, sizes[0])
+        if pairs is not None:
+            going = [image for image, n in enumerate(lengths) if n]
+            mask = _sum(pairs.of(going, pairs.place_T.view(len(sizes), sizes[0])), mask)
         out = half.attend(q, k, v, mask, dropout_p, scale)
-        return out.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+        return out if len(sizes) == 1 else out.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
     if q.is_cuda:
-        return _attend_padded(q, k, v, sizes, bias_T, dropout_p=dropout_p, scale=scale)
+        return _attend_padded(q, k, v, lengths, bias_T, pairs, dropout_p=dropout_p, scale=scale)
     masks = [None] * len(sizes) if bias_T is None else bias_T.to(q.dtype).view(1, 1, 1, -1).split(sizes, 3)
+    if pairs is not None:
+        masks = [_sum(pair, mask) for pair, mask in zip(pairs.each(lengths), masks)]
     images = zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), masks)
     outs = [half.attend(*image, dropout_p, scale).transpose(1, 2) for image in images]
     return torch.cat(outs, 1).transpose(1, 2)
 
 
-def class_attention(q: Tensor, k: Tensor, gate_BN: Tensor, prefix: int, scale: float | None = None) -> Tensor:
+def _sum(bias: Tensor, other: Tensor | None) -> Tensor:
+    return bias if other is None else bias + other
+
+
+def class_attention(
+    q: Tensor,
+    k: Tensor,
+    gate_BN: Tensor,
+    prefix: int,
+    scale: float | None = None,
+    pair_bias: Tensor | None = None,
+) -> Tensor:
     """(B, N): each token's share of the class token's attention (without one: of all tokens'), mean over heads."""
     queries = q[:, :, :1] if prefix else q
     scores = queries @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if pair_bias is not None:
+        scores = scores + pair_bias[..., : scores.shape[-2], :]
     weights = scores.masked_fill(~gate_BN[:, None, None, :], -torch.inf).softmax(-1).nan_to_num(0.0)
     if not prefix:
         weights = weights.where(gate_BN[:, None, :, None], 0.0) / gate_BN.sum(-1)[:, None, None, None].clamp_min(1)
@@ -109,15 +171,20 @@ def class_attention(q: Tensor, k: Tensor, gate_BN: Tensor, prefix: int, scale: f
 
 
 def class_attention_packed(
-    q: Tensor, k: Tensor, lengths: Sequence[int], prefix: int, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    lengths: Sequence[int],
+    prefix: int,
+    scale: float | None = None,
+    pairs: Pairs | None = None,
 ) -> Tensor:
     """(T,): `class_attention`, image by image."""
-    parts = zip(q.split(list(lengths), 2), k.split(list(lengths), 2))
+    sizes = [n for n in lengths if n]
+    biases = [None] * len(sizes) if pairs is None else pairs.each(lengths)
     return torch.cat(
         [
-            class_attention(q_i, k_i, q_i.new_ones(1, q_i.shape[2], dtype=torch.bool), prefix, scale)[0]
-            for q_i, k_i in parts
-            if q_i.shape[2]
+            class_attention(q_i, k_i, q_i.new_ones(1, q_i.shape[2], dtype=torch.bool), prefix, scale, bias)[0]
+            for q_i, k_i, bias in zip(q.split(sizes, 2), k.split(sizes, 2), biases)
         ]
     )
 
@@ -128,11 +195,13 @@ def _attend_padded(
     v: Tensor,
     lengths: Sequence[int],
     bias_T: Tensor | None = None,
+    pairs: Pairs | None = None,
     *,
     dropout_p: float,
     scale: float | None,
 ) -> Tensor:
-    sizes = torch.tensor(lengths, device=q.device)
+    going = [image for image, n in enumerate(lengths) if n]
+    sizes = torch.tensor([lengths[image] for image in going], device=q.device)
     real = torch.arange(max(lengths), device=q.device) < sizes[:, None]  # (B, longest)
     slot = real.flatten().nonzero()[:, 0]  # where each row of the pack sits in the padded batch
 
@@ -144,7 +213,10 @@ def _attend_padded(
     if bias_T is not None:
         filled = q.new_full((real.numel(),), -torch.inf).index_copy(0, slot, bias_T.to(q.dtype))
         mask = filled.view(real.shape)
-    out = F.scaled_dot_product_attention(
-        pad(q), pad(k), pad(v), mask[:, None, None, :], dropout_p=dropout_p, scale=scale
-    )
+    mask = mask[:, None, None, :]
+    if pairs is not None:
+        place = pairs.place_T.new_zeros(real.numel()).index_copy(0, slot, pairs.place_T).view(real.shape)
+        bias = pairs.gathered(going, place)
+        mask = bias.masked_fill(~mask, -torch.inf) if bias_T is None else bias + mask
+    out = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), mask, dropout_p=dropout_p, scale=scale)
     return out.transpose(1, 2).flatten(0, 1)[slot].transpose(0, 1)[None]

@@ -61,6 +61,7 @@ class Padded(Masked):
     moves: Collection[int] | None = None  # blocks after which live rows are moved together; None: each that decides
     depth: int = 0
     compact: bool = True  # the live rows of each image are its first
+    moved: bool = False  # some time rows were moved together, so that they need not be the tokens 0, 1, 2...
     prefix_stays: bool = False  # the method lets all prefix tokens go on to the end
     stopped: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # (which of the rows, token, value)
 
@@ -87,12 +88,40 @@ class Padded(Masked):
     def update(self, call: Callable[[Tensor], Tensor], block: nn.Module, probe: Probe) -> Padded:
         return self.changed(x=call(self.x))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor | None = None, **options: Any) -> Tensor:
         bias = self.notes.get("key_bias")
         if bias is None:
             bias = None if self.whole else q.new_zeros(())
         mask = None if bias is None else torch.where(self.live, bias.to(q.dtype), NEVER)[:, None, None, :]
+        if pair_bias is not None:
+            pairs = self._pairs(pair_bias)
+            mask = pairs if mask is None else pairs + mask
         return F.scaled_dot_product_attention(q, k, v, mask, **options)
+
+    def placed(self, places: Tensor) -> Tensor:
+        """(B, 1 or H, n, C) of (N, C) or (H, N, C)."""
+        if not self.moved:
+            return places
+        by_place = places[None] if places.dim() == 2 else places  # (1 or H, N, C)
+        rows = by_place.index_select(1, self.flat_index.flatten())
+        return rows.unflatten(1, (self.shape[0], self.flat_index.shape[1])).transpose(0, 1)
+
+    def _pairs(self, pair_bias: Tensor) -> Tensor:
+        """(B, 1 or H, n, n): of numbers (1 or B, 1 or H, N, N) for all pairs of tokens those of the rows."""
+        if not self.moved:
+            return pair_bias
+        index = self.flat_index[:, None]
+        images, heads = self.shape[0], pair_bias.shape[1]
+        rows, count = self.flat_index.shape[1], self.shape[1]
+        if pair_bias.shape[0] == 1:
+            of_rows = pair_bias[0].index_select(1, self.flat_index.flatten())  # (H, B * n, N)
+            of_rows = of_rows.unflatten(1, (images, rows)).transpose(0, 1)
+        else:
+            of_rows = pair_bias.gather(2, index[..., None].expand(images, heads, rows, count))
+        return of_rows.gather(3, index[..., None, :].expand(images, heads, rows, rows))
+
+    def class_attention(self, q: Tensor, k: Tensor, scale: float | None, pair_bias: Tensor | None = None) -> Tensor:
+        return super().class_attention(q, k, scale, None if pair_bias is None else self._pairs(pair_bias))
 
     def image_mean(self, rows: Tensor) -> Tensor:
         share = self.live.to(rows.dtype)
@@ -172,6 +201,7 @@ class Padded(Masked):
             live=self._taken(self.live, order),
             flat_index=self._taken(self.flat_index, order),
             compact=True,
+            moved=True,
         )
 
     def _joined(self, keep: Tensor, how: Merge, order: Tensor | None) -> tuple[Tensor, Tensor]:
