@@ -33,6 +33,11 @@ COMMANDS = {  # the module here that has a function of that name, and what it do
         "train",
         "Search lambda_p and lambda_t with Optuna, judged on held-out training images. A killed search goes on.",
     ),
+    "fidelity": (
+        "encoders",
+        "How close a model's features are to the static model's, on unlabelled images; and the cheapest setting that "
+        "keeps a promise of it.",
+    ),
     "serve": (
         "serve",
         "A web page that shows where the compute goes, and an API. $DWINDLE_TOKEN: a bearer token to ask for.",

@@ -28,12 +28,12 @@ from ..files import draft, write_text
 from ..io.checkpoint import WEIGHTS, find
 from ..io.classes import class_names, known_classes
 from ..io.config import CONFIG
-from ..io.datasets import Images, Parquet, from_file, matched, open_data, relabelled
-from ..io.folders import image_files
+from ..io.datasets import Images, Parquet, from_file, matched, relabelled
 from ..io.images import preprocess_of
 from ..runtime.dtypes import check_runs, converted, dtype_of
 from ..runtime.prepared import quickest
 from ..tasks.classify import load_classifier
+from .readers import open_images
 
 PART = 2048  # rows; what a kill can cost
 TOP = 5
@@ -236,15 +236,6 @@ def _files(images: Images) -> list[Path]:
         folder = source.args[0].resolve()
         return [folder / os.fsdecode(name) for name in source.args[1]]
     return []
-
-
-def open_images(name: str) -> Images:
-    """As `open_data`; a folder with images of its own is just images, those of its folders too, without labels."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir() or os.sep in next(image_files(folder), os.sep):  # its own come first
-        return open_data(name, "test")
-    paths = np.array([os.fsencode(path) for path in sorted(image_files(folder), key=Path)])
-    return Images(name, partial(from_file, folder, paths), np.full(len(paths), -1))
 
 
 class _Read(Dataset):
