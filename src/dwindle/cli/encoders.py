@@ -10,6 +10,7 @@ import typer
 from ..core.model import AdaptiveViT
 from ..errors import DwindleError
 from ..evaluate.calibration import CERTAINTY, Wish, keep_promise
+from ..evaluate.embed import embed as embed_all
 from ..evaluate.evaluate import meet
 from ..evaluate.fidelity import agreement, static_twin
 from ..evaluate.readers import halves, tensors, unlabelled
@@ -25,6 +26,8 @@ from ..show.terminal import (
     Device,
     Dtype,
     Limit,
+    PerCore,
+    Share,
     Workers,
     check_loading,
     console,
@@ -150,6 +153,49 @@ def fidelity(
             write_card(out)
             result["out"] = str(out)
     finish(summary | result | rest.about())
+
+
+def embed(
+    model: Encoder,
+    data: Photos,
+    out: Annotated[Path, typer.Option(help="The parquet file to write.")],
+    patches: Annotated[bool, typer.Option("--patches", help="Patch features too, in float16.")] = False,
+    weights: Weights = None,
+    image_size: ImageSize = None,
+    method: MethodName = None,
+    budget: Budget = None,
+    batch: Batch = 64,
+    workers: PerCore = None,
+    limit: Limit = None,
+    device: Device = None,
+    dtype: Dtype = "fp32",
+) -> None:
+    """Under torchrun each process takes its share."""
+    share = Share(workers, device)
+    check_runs(dtype, share.place)
+    adapted = opened(model, weights, image_size, method, budget, dtype, share.place)
+    with progress_bar(share.rank == 0) as bar:
+        task = bar.add_task("embedding", total=None)
+        result = embed_all(
+            adapted,
+            data,
+            out,
+            patches=patches,
+            device=share.place,
+            dtype=dtype,
+            batch=batch,
+            workers=share.workers,
+            rank=share.rank,
+            world=share.world,
+            limit=limit,
+            progress=lambda part, rows: bar.advance(task, rows),
+        )
+    if share.rank == 0:
+        failed = f"; {result['failed']} could not be read, see {result['errors']}" if result["failed"] else ""
+        console.print(plain(f"{result['rows']} embeddings of {result['width']} in {out}{failed}"), soft_wrap=True)
+        if result["promise"] is not None:
+            console.print(plain(f"Promise: {told(result['promise'])}."), soft_wrap=True)
+        finish(result)
 
 
 def _static(source: str, dtype: str, place: str) -> AdaptiveViT:

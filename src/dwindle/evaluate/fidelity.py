@@ -90,7 +90,7 @@ def asking(model: AdaptiveViT, fast: Callable[..., Output] | None = None) -> Ask
 
     def ask(images: Tensor) -> Features:
         out = call(images.to(dtype_of(model)))
-        best = out.logits.argmax(-1) if model.classes else None
+        best = out.logits.argmax(-1) if model.classes and model.dense_head is None else None
         patches = model.states(out)[:, prefix:].float()
         return Features(embedding(model, out).float(), patches, best, model.macs(out.trace))
 
