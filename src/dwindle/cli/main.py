@@ -33,6 +33,16 @@ COMMANDS = {  # the module here that has a function of that name, and what it do
         "train",
         "Search lambda_p and lambda_t with Optuna, judged on held-out training images. A killed search goes on.",
     ),
+    "fidelity": (
+        "encoders",
+        "How close a model's features are to the static model's, on unlabelled images; and the cheapest setting that "
+        "keeps a promise of it.",
+    ),
+    "embed": (
+        "encoders",
+        "Embeddings of millions of images in one parquet file, with patch features where wanted. A killed run goes on "
+        "where it was: same command.",
+    ),
     "serve": (
         "serve",
         "A web page that shows where the compute goes, and an API. $DWINDLE_TOKEN: a bearer token to ask for.",

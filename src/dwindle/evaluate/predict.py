@@ -1,43 +1,28 @@
-"""Answers for a whole data set, streamed into one parquet file.
-
-The rows are cut into parts. A part is written whole or not at all, so a killed run goes on with the first part that is
-missing, and no row is lost or doubled. Of several processes (torchrun) each takes its own parts; nobody waits for
-messages from another, only for its files.
-"""
+"""Classes of a whole data set, in one parquet file: a row for each image."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import shutil
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from ..core.model import AdaptiveViT, Output
 from ..errors import DwindleError
-from ..files import draft, write_text
 from ..io.checkpoint import WEIGHTS, find
 from ..io.classes import class_names, known_classes
 from ..io.config import CONFIG
-from ..io.datasets import Images, from_file, matched, relabelled
-from ..io.folders import image_files
+from ..io.datasets import Images, matched, relabelled
 from ..io.images import preprocess_of
-from ..io.opening import open_data
-from ..io.parquet import Parquet
 from ..runtime.dtypes import check_runs, converted, dtype_of
 from ..runtime.prepared import quickest
 from ..tasks.classify import load_classifier
+from .parts import Parts as Parts
+from .parts import Reading, carried_out, identity, left
 
-PART = 2048  # rows; what a kill can cost
 TOP = 5
 
 
@@ -46,45 +31,55 @@ def predict(
     data: str,
     out: str | os.PathLike,
     *,
-    batch: int = 64,
-    workers: int = 0,
     device: str = "cpu",
     dtype: str = "fp32",
-    part: int = PART,
-    rank: int = 0,
-    world: int = 1,
-    limit: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    **reading: int | None,
 ) -> dict[str, Any]:
-    """Classify every image. Those that cannot be read are listed in `<out>.errors.jsonl`, with the reason."""
-    path = Path(out)
-    if path.is_dir() or path.suffix != ".parquet":
-        raise DwindleError(f"--out {path}: predictions go to a file that ends in .parquet; name one.")
-    if min(batch, part) < 1 or workers < 0:
-        raise DwindleError(f"batch = {batch}, part = {part}, workers = {workers}: give at least 1, 1 and 0.")
-    if limit is not None and limit < 1:
-        raise DwindleError(f"--limit {limit}: it must be at least 1.")
+    """Classify every image. Those that cannot be read are listed in `<out>.errors.jsonl`, with the reason. reading:
+    fields of `Reading`."""
+    how = Reading(**reading)  # type: ignore[arg-type]
+    path = how.checked(out, "predictions")
     check_runs(dtype, device)
-    images = open_images(data)
-    if limit is not None:
-        images = images.select(np.arange(min(limit, len(images))))
-    task = Parts(path, len(images), part, _identity(checkpoint, data, images, dtype))
+    images = how.images(data)
+    named = identity(lambda digest: _weights(checkpoint, digest), data, images, dtype, _schema())
+    task = Parts(path, len(images), how.part, named, _schema())
     model = load_classifier(checkpoint)
     about, labels = _labels(model, images)
     if task.finished():
-        return task.summary() | about | {"done_before": len(images)}
+        return _summary(task) | about | {"done_before": len(images)}
     model = converted(model, dtype, device).to(device)
-    task.begin(rank)
-    missing = [k for k in range(rank, task.count, world) if not task.file(k).exists()]
-    before = sum(len(task.rows(k)) for k in range(rank, task.count, world) if k not in set(missing))
-    for k, columns, errors in _answers(model, images, labels, task, missing, batch, workers, device):
-        task.write(k, columns, errors)
-        if progress:
-            progress(k, len(task.rows(k)))
-    if rank == 0:
-        task.join()
-    done = {"done_before": before}
-    return task.summary() | about | done if rank == 0 else {"out": str(path)} | done
+    images.transform = preprocess_of(model).eval_transform()
+    fast, names = quickest(model, left(task, how)), class_names(model)
+
+    def label(i: int) -> dict[str, Any]:
+        return {"label": int(labels[i]) if labels[i] >= 0 else None}
+
+    done = {
+        "done_before": carried_out(
+            task, images, how, lambda x: classify(model, fast, x, names), device, label, progress
+        )
+    }
+    return _summary(task) | about | done if how.rank == 0 else {"out": str(path)} | done
+
+
+def _weights(checkpoint: str, digest: Any) -> None:
+    folder = find(checkpoint)
+    for name in (CONFIG, WEIGHTS):
+        if (folder / name).is_file():
+            digest.update((folder / name).read_bytes())
+
+
+def _summary(task: Parts) -> dict[str, Any]:
+    import pyarrow.parquet as pq
+
+    told = task.summary()
+    answers = pq.read_table(task.out, columns=["label", "prediction"])
+    label, said = (answers[name].to_numpy() for name in ("label", "prediction"))
+    labelled = ~np.isnan(label.astype(float))
+    if labelled.any():
+        told |= {"labelled": int(labelled.sum()), "top1": round(100 * float((label == said)[labelled].mean()), 3)}
+    return told
 
 
 def _labels(model: AdaptiveViT, images: Images) -> tuple[dict[str, Any], np.ndarray]:
@@ -99,98 +94,6 @@ def _labels(model: AdaptiveViT, images: Images) -> tuple[dict[str, Any], np.ndar
         return {"matched": None, "why": str(error)}, nothing
     assert found is not None
     return found.about(), relabelled(images, found).labels
-
-
-class Parts:
-    """Where the parts lie, and how they become one file."""
-
-    def __init__(self, out: Path, images: int, part: int, identity: str) -> None:
-        self.out, self.images, self.part = out, images, part
-        self.folder = out.with_name(f"{out.name}.parts")
-        self.errors = out.with_name(f"{out.name}.errors.jsonl")
-        self.task = {"images": images, "part": part, "task": identity}
-
-    @property
-    def count(self) -> int:
-        return -(-self.images // self.part)
-
-    def rows(self, k: int) -> range:
-        return range(k * self.part, min((k + 1) * self.part, self.images))
-
-    def file(self, k: int) -> Path:
-        return self.folder / f"{k:08d}.parquet"
-
-    def finished(self) -> bool:
-        import pyarrow.parquet as pq
-
-        if not self.out.exists():
-            return False
-        try:
-            held = json.loads((pq.read_schema(self.out).metadata or {}).get(b"dwindle", b"null"))
-        except (OSError, ValueError):
-            held = None
-        if held != self.task:
-            raise DwindleError(
-                f"{self.out} exists and holds something else than this checkpoint's answers to this data; move it away."
-            )
-        shutil.rmtree(self.folder, ignore_errors=True)  # left by a kill after the parts were joined
-        return True
-
-    def begin(self, rank: int) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        note = self.folder / "task.json"
-        if note.exists():
-            if json.loads(note.read_text()) != self.task:
-                raise DwindleError(
-                    f"{self.folder} belongs to another checkpoint, other data or another part size; finish that with "
-                    "its own command, or remove the folder."
-                )
-        elif rank == 0:
-            write_text(note, json.dumps(self.task))
-
-    def write(self, k: int, columns: dict[str, list], errors: list[dict[str, Any]]) -> None:
-        """The errors first: a part that is there has its errors beside it."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        lines = "".join(json.dumps(error) + "\n" for error in errors)
-        write_text(self.file(k).with_suffix(".jsonl"), lines)
-        with draft(self.file(k)) as scratch:
-            pq.write_table(pa.table(columns, schema=_schema()), scratch)
-
-    def join(self) -> None:
-        """Wait for the other processes' parts, then one file of all, a row group for each."""
-        import pyarrow.parquet as pq
-
-        while not all(self.file(k).exists() for k in range(self.count)):
-            time.sleep(0.5)
-        schema = _schema().with_metadata({"dwindle": json.dumps(self.task)})
-
-        with draft(self.errors) as scratch, scratch.open("w", encoding="utf-8") as to:
-            for k in range(self.count):
-                to.write(self.file(k).with_suffix(".jsonl").read_text(encoding="utf-8"))
-        with draft(self.out) as scratch, pq.ParquetWriter(scratch, schema) as writer:
-            for k in range(self.count):
-                writer.write_table(pq.read_table(self.file(k)).cast(schema))
-        shutil.rmtree(self.folder)
-
-    def summary(self) -> dict[str, Any]:
-        import pyarrow.parquet as pq
-
-        failed = sum(1 for _ in self.errors.open()) if self.errors.exists() else 0
-        told = {
-            "out": str(self.out),
-            "errors": str(self.errors),
-            "images": self.images,
-            "rows": pq.read_metadata(self.out).num_rows,
-            "failed": failed,
-        }
-        answers = pq.read_table(self.out, columns=["label", "prediction"])
-        label, said = (answers[name].to_numpy() for name in ("label", "prediction"))
-        labelled = ~np.isnan(label.astype(float))
-        if labelled.any():
-            told |= {"labelled": int(labelled.sum()), "top1": round(100 * float((label == said)[labelled].mean()), 3)}
-        return told
 
 
 def _schema() -> Any:
@@ -212,98 +115,6 @@ def _schema() -> Any:
             ("gmacs", pa.float32()),
         ]
     )
-
-
-def _identity(checkpoint: str, data: str, images: Images, dtype: str) -> str:
-    """Of the model's weights, its number format and the data: parts of two tasks never meet in one file. Files are told
-    apart by their names, sizes and times; what is no file by its name."""
-    folder, files = find(checkpoint), _files(images)
-    digest = hashlib.sha256(",".join(_schema().names).encode() + (b"" if files else data.encode()))
-    digest.update(b"" if dtype == "fp32" else dtype.encode())
-    for path in files:
-        about = path.lstat()
-        digest.update(os.fsencode(path) + f" {about.st_size} {about.st_mtime_ns}\n".encode())
-    for name in (CONFIG, WEIGHTS):
-        if (folder / name).is_file():
-            digest.update((folder / name).read_bytes())
-    return digest.hexdigest()
-
-
-def _files(images: Images) -> list[Path]:
-    """Those that the images are read from."""
-    source = images.source
-    if isinstance(source, Parquet):
-        return sorted({path.resolve() for path, _ in source.groups})
-    if isinstance(source, partial) and source.func is from_file:
-        folder = source.args[0].resolve()
-        return [folder / os.fsdecode(name) for name in source.args[1]]
-    return []
-
-
-def open_images(name: str) -> Images:
-    """As `open_data`; a folder with images of its own is just images, those of its folders too, without labels."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir() or os.sep in next(image_files(folder), os.sep):  # its own come first
-        return open_data(name, "test")
-    paths = np.array([os.fsencode(path) for path in sorted(image_files(folder), key=Path)])
-    return Images(name, partial(from_file, folder, paths), np.full(len(paths), -1))
-
-
-class _Read(Dataset):
-    """(index, name, tensor, None), or (index, name, None, why not)."""
-
-    def __init__(self, images: Images) -> None:
-        self.images = images
-
-    def __getitem__(self, i: int) -> tuple[int, str | None, Tensor | None, str | None]:
-        name = None
-        try:
-            name = self.images.file(i)
-            return i, name, self.images[i][0], None
-        except (DwindleError, OSError, MemoryError) as error:
-            return i, name, None, str(error) or type(error).__name__
-
-
-def _as_it_is(rows: list) -> list:
-    return rows
-
-
-def _answers(
-    model: AdaptiveViT,
-    images: Images,
-    labels: np.ndarray,
-    task: Parts,
-    parts: list[int],
-    batch: int,
-    workers: int,
-    device: str,
-) -> Iterator[tuple[int, dict[str, list], list[dict[str, Any]]]]:
-    images.transform = preprocess_of(model).eval_transform()
-    pieces = [list(task.rows(k)[i : i + batch]) for k in parts for i in range(0, len(task.rows(k)), batch)]
-    loader = DataLoader(_Read(images), batch_sampler=pieces, num_workers=workers, collate_fn=_as_it_is)
-    columns: dict[str, list] = {name: [] for name in _schema().names}
-    fast, names = quickest(model, sum(len(task.rows(k)) for k in parts)), class_names(model)
-    errors: list[dict[str, Any]] = []
-    for rows in loader:
-        good = [(i, name, x) for i, name, x, _ in rows if x is not None]
-        errors += [{"row": i, "image": name, "reason": why} for i, name, _, why in rows if why is not None]
-        if good:
-            for name, values in classify(model, fast, torch.stack([x for _, _, x in good]).to(device), names).items():
-                columns[name] += values
-            numbers = [i for i, _, _ in good]
-            columns["row"] += numbers
-            columns["image"] += [name for _, name, _ in good]
-            columns["class"] += [_class(images, i) for i in numbers]
-            columns["label"] += [int(labels[i]) if labels[i] >= 0 else None for i in numbers]
-        k, last = rows[-1][0] // task.part, rows[-1][0]
-        if last == task.rows(k)[-1]:
-            yield k, columns, errors
-            columns, errors = {name: [] for name in columns}, []
-
-
-def _class(images: Images, i: int) -> str | None:
-    number = int(images.labels[i])
-    return images.classes[number] if images.classes and 0 <= number < len(images.classes) else None
 
 
 @torch.inference_mode()

@@ -11,6 +11,8 @@ from typing import Any
 from ..core.registry import family_named
 from ..files import write_text
 from .config import read_config
+from .promise import promise_in
+from .promise import told as promised
 
 CARD = "README.md"
 
@@ -26,6 +28,7 @@ def vision_card(config: dict[str, Any], name: str, told: str) -> str:
     recipe, results, data = extra.get("recipe", {}), extra.get("results", {}), extra.get("data", {})
     measured = [results.get(name) for name in ("top1", "top5", "gmacs", "gmacs_static", "images")]
     tabled = all(isinstance(value, int | float) and math.isfinite(value) for value in measured) and measured[3]
+    promise = promise_in(config)
     lines = [
         "---",
         "library_name: dwindle",
@@ -52,6 +55,7 @@ def vision_card(config: dict[str, Any], name: str, told: str) -> str:
             "",
         ]
     notes = {
+        "Promise": None if promise is None else f"{promised(promise)}.",
         "Data": ", ".join(f"{part}: {Path(str(where)).name}" for part, where in data.items()),
         "Measured on": extra.get("measured_on") or results.get("on"),
         "Command": extra.get("command"),

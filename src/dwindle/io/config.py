@@ -15,6 +15,7 @@ from typing import Any, Literal, TypedDict
 from ..core.registry import families
 from ..errors import DwindleError, brief
 from ..settings import Word, options
+from .promise import Promise
 
 CONFIG, FORMAT = "config.json", 1
 LARGEST = 64 << 20  # bytes of a config, of which an ImageNet-21k's class names are not one
@@ -59,6 +60,7 @@ class Extra(TypedDict, total=False):
     task: dict[str, Any]
     results: dict[str, Any]
     vocabulary: str | None
+    promise: Promise
 
 
 def read_config(folder: Path) -> dict[str, Any]:

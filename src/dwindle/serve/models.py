@@ -17,6 +17,7 @@ from ..core.model import AdaptiveViT, Output, adapt
 from ..evaluate.evaluate import turn
 from ..io.classes import class_names
 from ..io.images import preprocess_of
+from ..io.promise import promise_of
 from ..methods import Method
 from ..runtime.dtypes import dtype_of
 from ..runtime.export import check_images
@@ -183,6 +184,7 @@ class Served:
             "gmacs_static": round(self.model.static_macs() / 1e9, 4),
             "budget": round(self.own_share, 3),
             "least_budget": self.least,
+            "promise": promise_of(self.model),  # of the features at its own setting
         }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..core import processes as ranks
 from ..errors import DwindleError, unknown
 from ..files import shown
 
@@ -36,6 +38,7 @@ Threshold = Annotated[
 Batch = Annotated[int, typer.Option(help="Images at a time.")]
 Limit = Annotated[int | None, typer.Option(help="Only the first N images.")]
 Workers = Annotated[int, typer.Option(help="Processes that load images.")]
+PerCore = Annotated[int | None, typer.Option(help="Processes that load images; by itself one per core.")]
 Holdout = Annotated[
     float | None,
     typer.Option(
@@ -107,6 +110,17 @@ def device_for(given: str | None) -> str:
             f"--device {given}: this machine has {count} (cuda:0 to cuda:{count - 1}); take one of them."
         )
     return given
+
+
+class Share:
+    """Of one of several processes (torchrun): which it is, its device, and processes that load images for it."""
+
+    def __init__(self, workers: int | None, device: str | None) -> None:
+        self.world, self.rank = ranks.started(), int(os.environ.get("RANK", "0"))
+        self.place = device_for(device)
+        if self.place == "cuda" and self.world > 1:
+            self.place = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        self.workers = workers if workers is not None else max((os.cpu_count() or 1) // self.world, 1)
 
 
 def tell_images(images: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +10,12 @@ from torch import Tensor
 from ..core.backbone import backbone_of
 from ..core.heads import PatchHead
 from ..core.model import AdaptiveViT
-from ..errors import DwindleError, unknown
-from ..io.checkpoint import ADDED, fill, find, load_as, load_vit_weights, read_both
+from ..errors import DwindleError
+from ..io.checkpoint import ADDED, fill, find, load_as, read_both
 from ..io.classes import known_classes, match
 from ..io.config import read_config
 from ..io.datasets import Images
-from ..io.download import no_waiting
+from ..io.encoders import timm_vit
 from ..tasks.images import is_checkpoint
 
 if TYPE_CHECKING:
@@ -41,7 +40,10 @@ def teacher_classes(model: Any, images: Images, named: str, device: torch.device
 def build_vit(recipe: Recipe, classes: int | None) -> Any:
     """The backbone a recipe names, with its weights. A head of another number of classes than the weights' starts anew;
     None: it stays as it is."""
-    vit = _from_checkpoint(recipe) if is_checkpoint(recipe.weights) else _from_timm(recipe, classes)
+    if is_checkpoint(recipe.weights):
+        vit = _from_checkpoint(recipe)
+    else:
+        vit = timm_vit(recipe.model, recipe.weights, recipe.image_size, classes)
     backbone = backbone_of(vit)
     if classes not in (None, backbone.shape.classes):
         backbone.reset_head(classes)
@@ -52,32 +54,6 @@ def build_vit(recipe: Recipe, classes: int | None) -> Any:
                 "leave it out, or build the model for that size."
             )
         vit.set_input_size(img_size=(recipe.image_size, recipe.image_size))
-    return vit
-
-
-def _from_timm(recipe: Recipe, classes: int | None) -> Any:
-    import timm
-
-    if not timm.is_model(recipe.model):
-        raise unknown("model", recipe.model, timm.list_models(), hint="timm.list_models('*vit*') names them")
-    options: dict[str, Any] = {"img_size": recipe.image_size} if recipe.image_size else {}
-    options |= {} if classes is None else {"num_classes": classes}
-    if recipe.weights in (None, "pretrained"):
-        pretrained = recipe.weights is not None
-        try:
-            with no_waiting() if pretrained else nullcontext():
-                return timm.create_model(recipe.model, pretrained=pretrained, **options)
-        except TypeError as error:
-            raise DwindleError(
-                f"{recipe.model} is no plain ViT that can be built with {options} ({error}); set another model."
-            ) from error
-        except (OSError, RuntimeError) as error:
-            raise DwindleError(
-                f"Weights for {recipe.model} could not be fetched ({type(error).__name__}); "
-                "give a file with --set weights=PATH."
-            ) from error
-    vit: Any = timm.create_model(recipe.model)
-    load_vit_weights(vit, recipe.weights)
     return vit
 
 

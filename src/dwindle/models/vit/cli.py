@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ...core import processes as ranks
 from ...core.method import require
 from ...core.model import LAYOUTS, AdaptiveViT
 from ...errors import unknown
@@ -38,7 +36,9 @@ from ...show.terminal import (
     Holdout,
     Limit,
     OptionalData,
+    PerCore,
     Seconds,
+    Share,
     SkipCorrupt,
     Threshold,
     Workers,
@@ -281,33 +281,29 @@ def predict(
     data: Data,
     out: Annotated[Path, typer.Option(help="The parquet file to write.")],
     batch: Batch = 64,
-    workers: Annotated[int | None, typer.Option(help="Processes that load images; by itself one per core.")] = None,
+    workers: PerCore = None,
     limit: Limit = None,
     device: Device = None,
     dtype: Dtype = "fp32",
 ) -> None:
     """Under torchrun each process takes its share."""
-    world, rank, local = ranks.started(), int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    place = device_for(device)
-    if place == "cuda" and world > 1:
-        place = f"cuda:{local}"
-    loading = workers if workers is not None else max((os.cpu_count() or 1) // world, 1)
-    with progress_bar(rank == 0) as bar:
+    share = Share(workers, device)
+    with progress_bar(share.rank == 0) as bar:
         task = bar.add_task("predicting", total=None)
         result = predict_all(
             str(checkpoint),
             data,
             out,
             batch=batch,
-            workers=loading,
-            device=place,
+            workers=share.workers,
+            device=share.place,
             dtype=dtype,
-            rank=rank,
-            world=world,
+            rank=share.rank,
+            world=share.world,
             limit=limit,
             progress=lambda part, rows: bar.advance(task, rows),
         )
-    if rank == 0:
+    if share.rank == 0:
         failed = f"; {result['failed']} could not be read, see {result['errors']}" if result["failed"] else ""
         right = f"; top-1 {result['top1']} of {result['labelled']} labelled" if "top1" in result else ""
         console.print(plain(f"{result['rows']} predictions in {out}{right}{failed}"), soft_wrap=True)

@@ -1,0 +1,203 @@
+"""The commands for encoders, whose features count: how true they stay, and what that costs. No labels are asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..core.model import AdaptiveViT
+from ..errors import DwindleError
+from ..evaluate.calibration import CERTAINTY, Wish, keep_promise
+from ..evaluate.embed import embed as embed_all
+from ..evaluate.evaluate import meet
+from ..evaluate.fidelity import agreement, static_twin
+from ..evaluate.readers import halves, tensors, unlabelled
+from ..io.card import write_card
+from ..io.checkpoint import save
+from ..io.encoders import adapted_encoder
+from ..io.images import preprocess_of
+from ..io.promise import told
+from ..runtime.dtypes import check_runs, converted
+from ..runtime.export import check_images
+from ..show.terminal import (
+    Batch,
+    Device,
+    Dtype,
+    Limit,
+    PerCore,
+    Share,
+    Workers,
+    check_loading,
+    console,
+    device_for,
+    finish,
+    plain,
+    progress_bar,
+    show_table,
+    tell_images,
+)
+
+Encoder = Annotated[str, typer.Argument(help="A timm name, a folder of Hugging Face's or a checkpoint.")]
+Photos = Annotated[str, typer.Option("--data", help="A folder of images, with or without classes; or what eval takes.")]
+Weights = Annotated[
+    str | None, typer.Option(help="Of a timm name: a .safetensors or .pth file, or a folder; by itself timm's own.")
+]
+ImageSize = Annotated[int | None, typer.Option(help="Of a timm name: the side of its images; by itself its own.")]
+MethodName = Annotated[str | None, typer.Option(help="Of a plain model: one that needs no training, such as ToMe.")]
+Budget = Annotated[float | None, typer.Option(help="The share of the static cost; of a plain model by itself 0.5.")]
+PatchCosine = Annotated[
+    float | None, typer.Option(help="Promise: the mean cosine of an image's patches to the static model's is this.")
+]
+ClassCosine = Annotated[
+    float | None, typer.Option(help="Promise: the cosine of the class token (or pooled embedding) is this.")
+]
+
+
+def opened(
+    source: str,
+    weights: str | None,
+    image_size: int | None,
+    method: str | None,
+    budget: float | None,
+    dtype: str,
+    device: str,
+) -> AdaptiveViT:
+    """The model that a command names, adapted, on its device."""
+    model, fresh = adapted_encoder(source, weights, image_size, method, budget)
+    if not fresh and budget is not None:
+        meet(model, check_images(model), budget)
+    return converted(model, dtype, device).to(device).eval()
+
+
+def fidelity(
+    model: Encoder,
+    data: Photos,
+    patch_cosine: PatchCosine = None,
+    class_cosine: ClassCosine = None,
+    confidence: Annotated[float, typer.Option(help="Share of images that shall keep the promise.")] = 0.95,
+    certainty: Annotated[
+        float, typer.Option(help="Of the calibration: over draws of its images, how often the promise must be true.")
+    ] = CERTAINTY,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the model, turned to the setting that keeps the promise.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="A checkpoint to agree with; by itself the same weights with nothing halted.")
+    ] = None,
+    weights: Weights = None,
+    image_size: ImageSize = None,
+    method: MethodName = None,
+    budget: Budget = None,
+    batch: Batch = 16,
+    limit: Limit = None,
+    workers: Workers = 0,
+    device: Device = None,
+    dtype: Dtype = "fp32",
+) -> None:
+    """Agreement with the static model, and a promise of it."""
+    check_loading(batch, limit)
+    place = device_for(device)
+    check_runs(dtype, place)
+    wish = None
+    if patch_cosine is not None or class_cosine is not None:
+        wish = Wish(patch_cosine, class_cosine, confidence, certainty)
+    elif out is not None:
+        raise DwindleError(f"--out {out}: only a promise is saved; give --patch-cosine or --class-cosine as well.")
+    adapted = opened(model, weights, image_size, method, budget, dtype, place)
+    static = None if against is None else _static(against, dtype, place)
+    images = unlabelled(adapted, data, limit)
+    promise, rest = None, images
+    result: dict[str, Any] = {}
+    with progress_bar() as bar:
+        if wish is not None:
+            calibrating, rest = halves(images)
+            task = bar.add_task("calibrating", total=None)
+            promise, tested = keep_promise(
+                adapted,
+                tensors(calibrating, batch, workers),
+                wish,
+                static=static,
+                progress=lambda point: bar.advance(task),
+            )
+            result["tested"] = [
+                {"setting": round(p.setting, 6), "cost": round(p.cost, 4), "below": p.below} for p in tested
+            ]
+        task = bar.add_task("comparing", total=len(rest))
+        found = agreement(
+            adapted,
+            tensors(rest, batch, workers),
+            static,
+            count=len(rest),
+            device=place,
+            progress=lambda n: bar.advance(task, n),
+        )
+    summary = found.summary()
+    rows = [["patches", "patch"], ["class token or pooled", "class"]]
+    lines = [[what, *(summary[f"{name}_{part}"] for part in ("cosine", "q05", "least"))] for what, name in rows]
+    show_table(f"{model} on {data}: cosine to static", ["name", "mean", "5% quantile", "least image"], lines)
+    told_of = {"cost": "cost", "neighbours": "% of nearest neighbours kept", "same_class": "% of classes kept"}
+    console.print(plain(", ".join(f"{what} {summary[name]}" for name, what in told_of.items() if name in summary)))
+    tell_images(rest)
+    if promise is not None and wish is not None:
+        kept = float(wish.kept(found.class_cosine, found.patch_cosine).float().mean())
+        promise["held_out"] = {"images": len(found.cost), "kept": round(kept, 4)} | summary
+        console.print(
+            plain(f"Promise: {told(promise)}; of {len(found.cost)} held-out images {kept:.4g} keep it."), soft_wrap=True
+        )
+        result["promise"] = promise
+        if out is not None:
+            extra = {"preprocess": preprocess_of(adapted).to_dict(), "promise": promise}
+            save(adapted.float().cpu(), out, extra=extra)
+            write_card(out)
+            result["out"] = str(out)
+    finish(summary | result | rest.about())
+
+
+def embed(
+    model: Encoder,
+    data: Photos,
+    out: Annotated[Path, typer.Option(help="The parquet file to write.")],
+    patches: Annotated[bool, typer.Option("--patches", help="Patch features too, in float16.")] = False,
+    weights: Weights = None,
+    image_size: ImageSize = None,
+    method: MethodName = None,
+    budget: Budget = None,
+    batch: Batch = 64,
+    workers: PerCore = None,
+    limit: Limit = None,
+    device: Device = None,
+    dtype: Dtype = "fp32",
+) -> None:
+    """Under torchrun each process takes its share."""
+    share = Share(workers, device)
+    check_runs(dtype, share.place)
+    adapted = opened(model, weights, image_size, method, budget, dtype, share.place)
+    with progress_bar(share.rank == 0) as bar:
+        task = bar.add_task("embedding", total=None)
+        result = embed_all(
+            adapted,
+            data,
+            out,
+            patches=patches,
+            device=share.place,
+            dtype=dtype,
+            batch=batch,
+            workers=share.workers,
+            rank=share.rank,
+            world=share.world,
+            limit=limit,
+            progress=lambda part, rows: bar.advance(task, rows),
+        )
+    if share.rank == 0:
+        failed = f"; {result['failed']} could not be read, see {result['errors']}" if result["failed"] else ""
+        console.print(plain(f"{result['rows']} embeddings of {result['width']} in {out}{failed}"), soft_wrap=True)
+        if result["promise"] is not None:
+            console.print(plain(f"Promise: {told(result['promise'])}."), soft_wrap=True)
+        finish(result)
+
+
+def _static(source: str, dtype: str, place: str) -> AdaptiveViT:
+    """What to agree with: the checkpoint's weights, with nothing halted."""
+    return static_twin(opened(source, None, None, None, None, dtype, place))

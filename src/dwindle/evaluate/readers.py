@@ -1,0 +1,59 @@
+"""Images without labels, as commands for encoders read them: a folder of them, or any data set's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ..errors import DwindleError
+from ..io.batches import loader
+from ..io.datasets import Images, from_file, limit
+from ..io.folders import NoSplit, image_files
+from ..io.images import preprocess_of
+from ..io.opening import open_data
+
+CALIBRATED = 500  # images at most: their static features are held
+
+
+def open_images(name: str) -> Images:
+    """As `open_data`; a folder with images of its own is just images, those of its folders too, without labels."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir() or os.sep in next(image_files(folder), os.sep):  # its own come first
+        return open_data(name, "test")
+    paths = np.array([os.fsencode(path) for path in sorted(image_files(folder), key=Path)])
+    return Images(name, partial(from_file, folder, paths), np.full(len(paths), -1))
+
+
+def unlabelled(model: Any, data: str, count: int | None = None) -> Images:
+    """As the model takes them; labels are not looked at. Those to evaluate on where there are some, else those to train
+    on. Images that cannot be read are skipped, and listed by `corrupt_files`. count: so many, drawn at random.
+    """
+    try:
+        images = open_images(data)
+    except NoSplit:
+        images = open_data(data, "train")
+    images = images if count is None else limit(images, count, 0)
+    if len(images) < 2:
+        raise DwindleError(f"'{data}' holds {len(images)} images; give at least two, to compare them.")
+    images.transform, images.skip = preprocess_of(model).eval_transform(), True
+    return images
+
+
+def tensors(images: Images, batch: int, workers: int = 0) -> Iterator[Tensor]:
+    """Batches as the model takes them."""
+    for x, _ in loader(images, batch, workers=workers):
+        if len(x):
+            yield x
+
+
+def halves(images: Images) -> tuple[Images, Images]:
+    """Two parts, drawn at random, the same every time: to calibrate on, and to hold out."""
+    order = np.random.default_rng(0).permutation(len(images))
+    middle = min((len(order) + 1) // 2, CALIBRATED)
+    return images.select(np.sort(order[:middle])), images.select(np.sort(order[middle:]))

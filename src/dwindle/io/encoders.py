@@ -1,0 +1,177 @@
+"""A vision transformer by its name: timm's, a folder of Hugging Face's, or a checkpoint. No code of a folder's runs."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..core.model import AdaptiveViT, adapt
+from ..errors import DwindleError, printable, unknown
+from ..methods import Method
+from ..settings import parameters
+from .checkpoint import WEIGHTS, find, is_checkpoint, load_as, load_vit_weights, shipped
+from .config import CONFIG
+from .download import no_waiting
+from .images import Preprocess
+
+RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # as Hugging Face's configs number them
+
+
+def open_encoder(source: str, weights: str | None = None, image_size: int | None = None) -> AdaptiveViT | nn.Module:
+    """An adapted model, of a checkpoint; else a plain one, still to be adapted, in eval mode.
+
+    weights: of a timm name, a file or a folder that holds `model.safetensors`; None: those that timm fetches.
+    image_size: of a timm name, the side of its images; None: its own.
+    """
+    import timm
+
+    if timm.is_model(source):
+        vit = timm_vit(source, weights or "pretrained")
+        return (vit if image_size is None else resized(vit, image_size)).eval()
+    if not is_checkpoint(source):
+        hint = "give a timm model's name, a folder of Hugging Face's or a checkpoint"
+        raise unknown("model or checkpoint", source, [*timm.list_models(), *shipped()], hint)
+    for option, given in (("--weights", weights), ("--image-size", image_size)):
+        if given is not None:
+            raise DwindleError(f"{option} {given}: it is for a timm name, and {source} brings its own; leave it out.")
+    folder = find(source)
+    return load_as(AdaptiveViT, folder) if not _architectures(folder) else _from_hugging_face(folder)
+
+
+def timm_vit(name: str, weights: str | None, image_size: int | None = None, classes: int | None = None) -> Any:
+    """timm's model of this name. weights: 'pretrained' (timm fetches them), a file or a folder; None: random ones.
+    image_size: of random or fetched ones. classes: of its head; None: as it comes."""
+    import timm
+
+    if not timm.is_model(name):
+        raise unknown("model", name, timm.list_models(), hint="timm.list_models('*vit*') names them")
+    options: dict[str, Any] = {"img_size": image_size} if image_size else {}
+    options |= {} if classes is None else {"num_classes": classes}
+    if weights in (None, "pretrained"):
+        pretrained = weights is not None
+        try:
+            with no_waiting() if pretrained else nullcontext():
+                return timm.create_model(name, pretrained=pretrained, **options)
+        except TypeError as error:
+            raise DwindleError(
+                f"{name} is no plain ViT that can be built with {options} ({error}); set another model."
+            ) from error
+        except (OSError, RuntimeError) as error:
+            raise DwindleError(
+                f"Weights for {name} could not be fetched ({type(error).__name__}); "
+                "give a file with --weights PATH, or --set weights=PATH to dwindle train."
+            ) from error
+    vit: Any = timm.create_model(name)
+    path = Path(str(weights))
+    load_vit_weights(vit, path / WEIGHTS if path.is_dir() else path)
+    return vit
+
+
+def resized(vit: Any, size: int) -> Any:
+    """The same model for images of another size, if it can be had; its positions are resampled."""
+    own = tuple(vit.patch_embed.img_size) if hasattr(vit, "patch_embed") else None
+    if own == (size, size):
+        return vit
+    if not hasattr(vit, "set_input_size"):
+        built = "another size" if own is None else str(own[0])
+        raise DwindleError(
+            f"image_size = {size}: {type(vit).__name__} was built for {built}; leave it out, or build the model for "
+            "that size."
+        )
+    patch = vit.patch_embed.patch_size[0]
+    if size < patch or size % patch:
+        raise DwindleError(
+            f"image_size = {size}: images are cut into patches of {patch} pixels; give a multiple of {patch}, such as "
+            f"{max(round(size / patch), 1) * patch}."
+        )
+    vit.set_input_size(img_size=(size, size))
+    return vit
+
+
+def _architectures(folder: Path) -> list[str]:
+    """What a config of Hugging Face's calls its model; nothing of one of ours, or of none."""
+    try:
+        held = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    names = held.get("architectures") if isinstance(held, dict) and held.get("library") != "dwindle" else None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _from_hugging_face(folder: Path) -> nn.Module:
+    import transformers
+
+    name = _architectures(folder)[0]
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise DwindleError(
+            f"{folder} holds a {printable(name)}, which transformers {transformers.__version__} does not have, and a "
+            "folder's own code is not run; give a model that it has."
+        )
+    try:
+        vit = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, trust_remote_code=False)
+    except Exception as error:  # configs of anywhere
+        why = printable(str(error).partition("\n")[0])
+        raise DwindleError(f"{folder} cannot be read by transformers ({why}); take another copy.") from error
+    return vit.eval()
+
+
+def prepared_as(source: str) -> dict[str, Any]:
+    """How a folder of Hugging Face's says that its images are prepared, as `extra.preprocess`; else nothing."""
+    path = Path(source) / "preprocessor_config.json"
+    try:
+        held = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise DwindleError(f"{path} is not valid JSON ({error}); take another copy.") from error
+    if not isinstance(held, dict) or not held:
+        return {}
+    crop, size = held.get("crop_size"), held.get("size")
+    side = _side(crop) if crop and held.get("do_center_crop", True) else _side(size)
+    made: dict[str, Any] = {"size": side, "mean": held.get("image_mean"), "std": held.get("image_std")}
+    made["interpolation"] = RESAMPLING.get(held.get("resample", 3), "bicubic")
+    short = _side(size)
+    made["crop_pct"] = side / short if side and short and short >= side else None
+    return {"preprocess": Preprocess(**{n: v for n, v in made.items() if v is not None}).to_dict()}
+
+
+def _side(size: Any) -> int | None:
+    if isinstance(size, dict):
+        return size.get("shortest_edge") or size.get("height")
+    return size if isinstance(size, int) else None
+
+
+def adapted_encoder(
+    source: str,
+    weights: str | None = None,
+    image_size: int | None = None,
+    method: str | None = None,
+    budget: float | None = None,
+) -> tuple[AdaptiveViT, bool]:
+    """The model adapted, and whether it was adapted here: a plain one by a method that needs no training.
+
+    method: of a plain model, by itself ToMe; budget: its share of the static cost, by itself 0.5.
+    """
+    chosen = untrained(method or "ToMe", budget)
+    model = open_encoder(source, weights, image_size)
+    if isinstance(model, AdaptiveViT):
+        if method is not None:
+            raise DwindleError(f"--method {method}: {source} is adapted already; leave it out.")
+        return model, False
+    adaptive = adapt(model, chosen)
+    adaptive.extra = prepared_as(source) if Path(source).is_dir() else {}  # type: ignore[assignment]
+    return adaptive, True
+
+
+def untrained(name: str, budget: float | None = None) -> Method:
+    """A method of this name that answers without training. budget: by itself 0.5."""
+    ready = sorted(kind for kind, made in Method.registry.items() if not made.needs_training)
+    if name not in ready:
+        hint = "others are trained first" if name in Method.registry else ""
+        raise unknown("method without training", name, ready, hint)
+    if "budget" not in parameters(Method.registry[name]):
+        return Method.registry[name]()
+    return Method.registry[name](budget=0.5 if budget is None else budget)
