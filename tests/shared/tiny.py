@@ -84,6 +84,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "TopK": lambda: TopK(stages=(1, 2, 3), keep=0.7),
     "TopK_fused": lambda: TopK(stages=(1, 3), keep=0.5, fuse=True),
     "ToMe": lambda: ToMe(r=2.5),
+    "ToMe_states": lambda: ToMe(r=3.5, alike="states", even=0.1, until=0.5, proportion=0.6),
     "DynamicViT": lambda: DynamicViT(stages=(1, 2), keep=0.7),
     "DynamicViT_image": lambda: DynamicViT(stages=(1, 2, 3), count="image"),
 }
@@ -104,7 +105,7 @@ OFF: dict[str, Callable[[], Method]] = {
 # Methods of a kind stop tokens in one way, so a backbone meets one of each kind. Who is in none is a kind of its own.
 KINDS = (
     ("AHT", "AHT_printed", "AHT_class", "AViT", "AViT_class_kept"),  # each token by what it has summed up
-    ("AHT_rest", "AHT_merge", "AHT_late", "TopK_fused", "ToMe"),  # and another token takes it in
+    ("AHT_rest", "AHT_merge", "AHT_late", "TopK_fused", "ToMe", "ToMe_states"),  # and another token takes it in
     ("TopK", "DynamicViT", "DynamicViT_image"),  # the lowest of a ranking
     ("ACT", "PonderNet", "Confidence", "Similarity", "Similarity_cosine"),  # whole images
     ("Static", "Shallow"),  # all at once

@@ -90,6 +90,9 @@ class Masked(Tokens):
     def rows_of(self, place: Tensor) -> Tensor:
         return place
 
+    def led(self, into: Tensor) -> Tensor:
+        return torch.where(self.live, into, self.alone if self.leader is None else self.leader)
+
     def joined(self, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
         merged: tuple[Tensor, Tensor] = self._quick(merge_ref)(self.x, weight, into)
         return merged

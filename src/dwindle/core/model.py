@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DwindleError, unknown
+from ..ops.merging import Merge
 from ..ops.patches import cutting
 from .backbone import Backbone, backbone_of
 from .cost import static_macs, trace_macs
+from .give_back import GiveBack
 from .heads import PatchHead
 from .losses import DISTILLATIONS, distill_loss, label_loss
 from .masked import Masked
@@ -36,7 +38,7 @@ class Output:
 
     logits: Tensor  # (B, classes); of a head for patches (B, P, outputs)
     trace: Trace
-    features: Tensor  # (B, N, D): every token, at the depth where it stopped
+    features: Tensor  # (B, N, D): every token; one that stopped early has what it was given back
     loss: Tensor | None = None  # where labels were given
 
     def __getitem__(self, key: str | int | slice) -> Any:
@@ -53,8 +55,15 @@ class Output:
 class AdaptiveViT(nn.Module):
     """A vision transformer (`vit`, its weights and keys untouched) and the method that says which tokens go on."""
 
-    def __init__(self, vit: nn.Module, method: Method, dense_head: PatchHead | None = None) -> None:
-        """dense_head: answers for each patch, in the place of the model's own head."""
+    def __init__(
+        self,
+        vit: nn.Module,
+        method: Method,
+        dense_head: PatchHead | None = None,
+        give_back: GiveBack | None = None,
+    ) -> None:
+        """dense_head: answers for each patch, in the place of the model's own head. give_back: what tokens that stopped
+        early get at the end; None: the state of the token they joined, or their own."""
         super().__init__()
         self.backbone: Backbone = backbone_of(vit)
         self.dense_head = self.backbone.head = dense_head
@@ -64,6 +73,9 @@ class AdaptiveViT(nn.Module):
                 "class; take a method that stops tokens, such as AHT or ToMe."
             )
         method.bind(self.backbone.shape)
+        if give_back is not None:
+            give_back.bind(self.backbone.shape)
+        self.give_back = give_back
         self.vit = vit
         self.method = method
         self.layout: str | None = None  # None: masked while training, packed in eval
@@ -118,7 +130,10 @@ class AdaptiveViT(nn.Module):
         with cutting(images):
             embedded = self.backbone.embed(images)
         tokens = start(embedded, shape.prefix).changed(
-            reader=self.backbone.logits, positions=self.backbone.positions(images), compiling=compiled_now()
+            reader=self.backbone.logits,
+            norm=self.backbone.normed,
+            positions=self.backbone.positions(images),
+            compiling=compiled_now(),
         )
         if depths is not None:
             if tuple(depths.shape) != tuple(tokens.shape):
@@ -130,17 +145,25 @@ class AdaptiveViT(nn.Module):
             tokens.notes["operating_point"] = tokens.per_image(operating_point.to(images.device))
         trace = Trace(tokens.shape, shape.prefix, shape.grid((images.shape[-2], images.shape[-1])), shape.blocks)
 
+        nearest = self.give_back is not None and self.give_back.halted == "nearest"
         tokens = self.method.start(tokens)
         for depth, block in enumerate(self.backbone.blocks):
-            tokens = self.backbone.run(block, tokens, self.method.probe(depth))  # only attention looks at neighbours
+            probe = self.method.probe(depth)
+            probe = probe._replace(keys=True) if nearest else probe
+            tokens = self.backbone.run(block, tokens, probe)  # only attention looks at neighbours
             verdict = self.method.step(depth, tokens)
             tokens.add_final(verdict.weight)
             trace.record(tokens, verdict.record, verdict.exit)
+            # It joins the nearest with no weight: that one stays as it is, and its state is what comes back.
+            merge = Merge(weight=tokens.numbers(0.0)) if nearest and verdict.merge is None else verdict.merge
             # Masked: a gate closes. Packed: the list gets shorter.
-            tokens = tokens.advance(verdict.keep, verdict.gate, verdict.merge, verdict.rows)
+            tokens = tokens.advance(verdict.keep, verdict.gate, merge, verdict.rows)
             if tokens.empty:
                 break
-        features = tokens.stream()
+        stream = tokens.stream()
+        features = tokens.given_back(stream)
+        if self.give_back is not None:
+            features = self.give_back(stream, features, ~trace.to_the_end)
         return Output(self.backbone.logits(features), trace, features)
 
     @property
@@ -287,7 +310,8 @@ class AdaptiveViT(nn.Module):
     @torch.no_grad()
     def macs(self, trace: Trace) -> Tensor:
         """(B,) multiply-accumulates of each image."""
-        return trace_macs(self.backbone.shape, trace, self.method)
+        macs = trace_macs(self.backbone.shape, trace, self.method)
+        return macs if self.give_back is None else macs + self.give_back.macs(trace)
 
     def cost(self, trace: Trace) -> Tensor:
         """What the images of the trace cost, as a share of the static model's."""
@@ -307,6 +331,7 @@ class AdaptiveViT(nn.Module):
         other.__dict__.update(state)
         method.bind(self.backbone.shape)
         other.vit, other.dense_head, other.method = self.vit, self.dense_head, method
+        other.give_back = self.give_back
         return other.train(self.training)
 
     def unwrap(self) -> nn.Module:
@@ -400,13 +425,16 @@ def check_dtype(images: Tensor, weights: torch.dtype) -> None:
         raise DwindleError(f"The images are {images.dtype}, the weights {weights}; convert one: images.to({weights}).")
 
 
-def adapt(vit: nn.Module, method: Method, dense_head: PatchHead | None = None) -> AdaptiveViT:
+def adapt(
+    vit: nn.Module, method: Method, dense_head: PatchHead | None = None, give_back: GiveBack | None = None
+) -> AdaptiveViT:
     """Make a vision transformer adaptive: `adapt(timm.create_model("deit_small_patch16_224"), AHT())`.
 
-    dense_head: answers for each patch, in the place of the model's own head.
+    dense_head: answers for each patch, in the place of the model's own head. give_back: what tokens that stopped early
+    get at the end; None: the state of the token they joined, or their own.
     """
     if isinstance(vit, AdaptiveViT):
         raise DwindleError("This model is adaptive already; unwrap() it first to adapt it with another method.")
     if not isinstance(method, Method):
         raise DwindleError(f"{method!r} is no method; pass an instance such as AHT() (see `dwindle methods`).")
-    return AdaptiveViT(vit, method, dense_head)
+    return AdaptiveViT(vit, method, dense_head, give_back)

@@ -109,6 +109,11 @@ class Packed(Tokens):
         dense = row.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.flat_index, row)
         return dense[self.image * self.shape[1] + place]
 
+    def led(self, into: Tensor) -> Tensor:
+        leader = self.alone if self.leader is None else self.leader
+        place = self.place.index_select(0, into)
+        return leader.flatten().index_copy(0, self.flat_index, place).view(self.shape)
+
     def joined(self, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
         x, total = merge_ref(self.x[None], weight[None], into[None])
         return x[0], total[0]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self, overload
 import torch
 from torch import Tensor, nn
 
-from ..ops.merging import Merge
+from ..ops.merging import Merge, follow
 from ..ops.rows import Rows
 
 
@@ -78,6 +78,8 @@ class Tokens:
     probed: Probed = NOTHING
     reader: Callable[[Tensor], Tensor] | None = None  # (B, N, D) -> logits; the loop lends the backbone's
     positions: Tensor | None = None  # (..., N, C): what the backbone tells its blocks of each place
+    norm: Callable[[Tensor], Tensor] | None = None  # (..., D): the backbone's last norm, likewise
+    leader: Tensor | None = None  # (B, N): which token of its image each has joined; its own place: none. None: nobody
     rows: Rows | None = None  # the live rows as a list on the device, in the layout whose kernels go by it
     compiling: bool = False  # this forward pass is one of many alike, so that compiling its parts pays
 
@@ -163,8 +165,17 @@ class Tokens:
         into = self.nearest(keep) if how.into is None else self.rows_of(how.into)
         by_size = how.weight is None
         x, total = self.joined(self.size if how.weight is None else how.weight, into)
-        notes = self.notes | {"size": total, "key_bias": total.log()} if by_size else self.notes
-        return self.changed(x=x, notes=notes)
+        notes = self.notes | {"size": total, "key_bias": how.proportion * total.log()} if by_size else self.notes
+        return self.changed(x=x, notes=notes, leader=self.led(into))
+
+    def led(self, into: Tensor) -> Tensor:
+        """(B, N): `leader` after live rows have joined the rows `into`."""
+        raise NotImplementedError
+
+    @property
+    def alone(self) -> Tensor:
+        """(B, N): `leader` while nobody has joined another."""
+        return torch.arange(self.shape[1], device=self.x.device).expand(self.shape)
 
     def nearest(self, keep: Tensor) -> Tensor:
         """For each patch that leaves the row with the most alike key, of the patches that go on; else its own row."""
@@ -201,6 +212,15 @@ class Tokens:
     def stream(self) -> Tensor:
         """(B, N, D): for every token the value it stopped with."""
         raise NotImplementedError
+
+    def normed(self) -> Tensor:
+        """The rows after the backbone's last norm."""
+        assert self.norm is not None
+        return self.norm(self.x.detach())
+
+    def given_back(self, stream_BND: Tensor) -> Tensor:
+        """The stream, where a token that has joined another has that one's value."""
+        return stream_BND if self.leader is None else follow(stream_BND, self.leader)
 
     @property
     def where(self) -> Where:

@@ -37,6 +37,12 @@ class Trace:
         return self._live
 
     @property
+    def to_the_end(self) -> Tensor:
+        """(B, N) bool: which tokens the last block computed."""
+        last = self.lives[-1].dense_rows()
+        return last if len(self.lives) == self.blocks else torch.zeros_like(last)
+
+    @property
     def depth(self) -> Tensor:
         """(B, N) int, 1..L: the block after which each token stopped."""
         return self.live.sum(0)

@@ -30,7 +30,7 @@ from .config import CONFIG, FORMAT, OTHER_VERSION, SAVED, check_extra, read_conf
 from .download import fetched, is_hub_id
 
 WEIGHTS = "model.safetensors"
-ADDED = ("method.", "dense_head.")  # what the names of weights begin with that the wrapped model does not have
+ADDED = ("method.", "dense_head.", "give_back.")  # so begin the names of weights that the wrapped model does not have
 Model = TypeVar("Model", bound=nn.Module)
 
 

@@ -42,6 +42,7 @@ class Config(TypedDict, total=False):
     backbone: Backbone
     method: Method
     head: dict[str, Any]  # of one for patches
+    give_back: dict[str, Any]  # what stopped tokens get at the end
     saved: Literal["all", "method"]
     weights: Word  # 'float' or 'int8'
     extra: dict[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from ..core.cost import bisected, block_macs, budget_share, fixed_macs, static_m
 from ..core.method import Method, Verdict, require, wide
 from ..core.tokens import Probe, Tokens
 from ..ops.merging import Merge
-from ..settings import Budget, Within
+from ..settings import AtLeast0, Budget, Share, Within
 
 
 class ToMe(Method):
@@ -27,13 +27,28 @@ class ToMe(Method):
     keeps_prefix = True
     paper = "Token Merging: Your ViT But Faster, 2023"
 
-    def __init__(self, r: Annotated[float, Within(0, 1e6)] | None = None, budget: Budget = None) -> None:
+    def __init__(
+        self,
+        r: Annotated[float, Within(0, 1e6)] | None = None,
+        budget: Budget = None,
+        alike: Literal["keys", "states"] = "keys",
+        even: AtLeast0 = 0.0,
+        until: Share = 1.0,
+        proportion: Share = 1.0,
+    ) -> None:
         """
         r: tokens merged after every block but the last; a fraction is spread over the blocks. None: as the budget says,
             or 8.
         budget: the share of the static cost (0.67), or GMACs ('3.1G'); in place of r.
+        alike: by what tokens are compared. 'keys': of attention, as in the paper; 'states': after the backbone's last
+            norm, which tells better what a token will be in the end.
+        even: how much pairs of tokens that are large already count as less alike: times the logarithm of the smaller
+            one's size. Groups then stay small, and what is given back is nearer to what each token was.
+        until: merging ends after this share of the blocks, so that more is merged before.
+        proportion: attention counts a token that is the mean of s as s to this power; 1: as the paper does.
         """
         super().__init__()
+        self.alike, self.even, self.until, self.proportion = alike, even, until, proportion
         require(r is None or budget is None, f"r = {r}, budget = {budget!r}", "each sets the other; give one of them")
         self.r, self.budget = 8.0 if r is None else float(r), budget
 
@@ -64,23 +79,24 @@ class ToMe(Method):
         return round(bisected(cost, goal, self.shape.tokens() / 2, 0.0)[1], 4)
 
     def _merged_at(self, depth: int) -> int:
-        if depth + 1 >= self.shape.blocks:
+        if depth + 1 >= self.shape.blocks or depth >= self.until * self.shape.blocks:
             return 0
         return int(self.r * (depth + 1) + 1e-6) - int(self.r * depth + 1e-6)
 
     def probe(self, depth: int) -> Probe:
-        return Probe(keys=self._merged_at(depth) > 0)
+        return Probe(keys=self.alike == "keys" and self._merged_at(depth) > 0)
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
-        keys, count = tokens.probed.keys, self._merged_at(depth)
+        count = self._merged_at(depth)
         if not count:
             return Verdict(tokens.decide(depth, None))
-        assert keys is not None
-        alike, partner = self._match(tokens, F.normalize(wide(keys), dim=-1))
+        compared = tokens.normed() if self.alike == "states" else tokens.probed.keys
+        assert compared is not None
+        alike, partner = self._match(tokens, F.normalize(wide(compared), dim=-1))
         half = tokens.image_sum(wide((~tokens.is_prefix).to(alike.dtype))) // 2  # at most this many, as in the paper
         joins = tokens.rank(alike) < tokens.per_image(half.clamp_max(count))
         keep = tokens.decide(depth, ~joins)
-        merge = Merge(torch.where(joins & ~keep, partner, tokens.place))
+        merge = Merge(torch.where(joins & ~keep, partner, tokens.place), proportion=self.proportion)
         return Verdict(keep, record={"score": alike.nan_to_num(neginf=-1.0)}, merge=merge)
 
     def _match(self, tokens: Tokens, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,9 +105,11 @@ class ToMe(Method):
         longest = tokens.padding.shape[1]
         free = _even(tokens.padding & ~tokens.pad(tokens.is_prefix))
         keys, place = _even(tokens.pad(keys)), _even(tokens.pad(tokens.place))
-        alike = (keys[:, ::2] @ keys[:, 1::2].transpose(1, 2)).masked_fill(
-            ~(free[:, ::2, None] & free[:, None, 1::2]), -torch.inf
-        )
+        alike = keys[:, ::2] @ keys[:, 1::2].transpose(1, 2)
+        if self.even:
+            size = _even(tokens.pad(tokens.size)).clamp_min(1).log()
+            alike = alike - self.even * torch.minimum(size[:, ::2, None], size[:, None, 1::2])
+        alike = alike.masked_fill(~(free[:, ::2, None] & free[:, None, 1::2]), -torch.inf)
         best, partner = alike.max(-1)  # (B, n / 2)
         partner = place[:, 1::2].gather(1, partner)
         best = _interleave(best, torch.full_like(best, -torch.inf))
@@ -100,7 +118,8 @@ class ToMe(Method):
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         if not self._merged_at(depth):
             return torch.zeros_like(tokens)
-        return (tokens / 2).ceil() * (tokens / 2).ceil() * self.shape.head_size
+        compared = self.shape.head_size if self.alike == "keys" else self.shape.width
+        return (tokens / 2).ceil() * (tokens / 2).ceil() * compared
 
 
 def _even(padded: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from . import merging_triton
 from .launch import available, interpreted, overlapping, power_of_two, precision
 from .rows import Rows
 
+DOUBLINGS = 6  # enough for chains of 64 merges
+
 
 @dataclass(frozen=True)
 class Merge:
@@ -26,6 +28,7 @@ class Merge:
     # patch that leaves joins the patch with the most alike key that goes on; where none goes on it is gone
     weight: Tensor | None = None  # how much a row counts in the mean, as one token. None: by its size, the number of
     # tokens it is the mean of; sizes then add up, and attention counts the row as that many
+    proportion: float = 1.0  # attention counts a row of size s as s to this power
 
 
 def merge_ref(x: Tensor, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,6 +50,19 @@ def merge_ref(x: Tensor, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where((total > weight)[..., None], mean.to(x.dtype), x), total
 
 
+def follow(values_BND: Tensor, leader_BN: Tensor) -> Tensor:
+    """What each token's leader has, or that one's leader, and so on to the one that has joined no other.
+
+    leader: a token of the image for each; its own place for one without. Each turn doubles how far is looked, and no
+    chain is longer than there are merges, one after each block.
+    """
+    for _ in range(DOUBLINGS):
+        leader_BN = leader_BN.gather(1, leader_BN)
+    images, count, width = values_BND.shape
+    flat = leader_BN + count * torch.arange(images, device=leader_BN.device)[:, None]
+    return values_BND.flatten(0, 1).index_select(0, flat.flatten()).view(images, -1, width)
+
+
 def nearest_ref(keys: Tensor, staying: Tensor, leaving: Tensor) -> Tensor:
     """(B, n): for each leaving entry the staying one of its image with the most alike key; for all others their own.
 
@@ -60,11 +76,13 @@ def nearest_ref(keys: Tensor, staying: Tensor, leaving: Tensor) -> Tensor:
 
 def merge_rows_ref(
     x_BND: Tensor, qkv: Tensor, heads: int, rows: Rows, new: Rows, size_BN: Tensor, bias_BN: Tensor, prefix: int
-) -> None:
+) -> Tensor:
     """Patches that are live in `rows` and not in `new` join the nearest patch of `new`, in place.
 
     qkv (R, 3 * H * E): of `rows`, compact; keys are compared as their mean over heads. size: how many tokens each row
     is the mean of. bias: its logarithm, which attention adds to the row's scores as a key.
+
+    Returns (B, N): which token of its image each has joined now; -1: none.
     """
     images, tokens, width = x_BND.shape
     before, after = (torch.zeros(images * tokens, dtype=torch.bool, device=x_BND.device) for _ in range(2))
@@ -79,6 +97,7 @@ def merge_rows_ref(
     x_BND.copy_(mean)
     size_BN.copy_(total)
     bias_BN.copy_(torch.where(joined, total.log(), bias_BN))
+    return torch.where(leaving & staying.any(-1, keepdim=True), into, -1)
 
 
 def merge_rows(
@@ -91,12 +110,12 @@ def merge_rows(
     size_BN: Tensor,
     bias_BN: Tensor,
     prefix: int,
-) -> None:
+) -> Tensor:
     """`merge_rows_ref` in two launches, which skip images that no row leaves. live: the rows of `new`, as (B, N)."""
     if not available(x_BND):
         return merge_rows_ref(x_BND, qkv, heads, rows, new, size_BN, bias_BN, prefix)
     images, tokens, width = x_BND.shape
-    into = torch.empty(images * tokens, dtype=torch.int32, device=x_BND.device)
+    into = torch.full((images * tokens,), -1, dtype=torch.int32, device=x_BND.device)
     # For few images many small programs; for many images larger tiles, which read the other rows less often.
     tile = 16 if interpreted() or images <= 16 else 32
     other = 16 if interpreted() else 64
@@ -132,3 +151,4 @@ def merge_rows(
         BD=64,
         **how,
     )
+    return torch.where(into < 0, into, into % tokens).view(images, tokens).long()

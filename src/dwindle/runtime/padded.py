@@ -153,11 +153,14 @@ class Padded(Masked):
         order = after._order() if self.moves is None or after.depth in self.moves else None
         if merge is None:
             return after if order is None else after._moved(order)
-        x, weight = self._joined(keep, merge, order)
+        into = self.nearest(keep) if merge.into is None else merge.into
+        x, weight = self._joined(into, merge, order)
+        if self.front is None:
+            after = after.changed(leader=self.led(into if merge.into is not None else self.flat_index.gather(1, into)))
         if merge.weight is not None:
             return after.changed(x=x) if order is None else after._moved(order, x)
         after = after if order is None else after._moved(order, x, but=("size", "key_bias"))
-        return after.changed(x=x, notes=after.notes | {"size": weight, "key_bias": weight.log()})
+        return after.changed(x=x, notes=after.notes | {"size": weight, "key_bias": merge.proportion * weight.log()})
 
     def pad(self, rows: Tensor) -> Tensor:
         return rows if self.compact else super().pad(rows)
@@ -204,13 +207,21 @@ class Padded(Masked):
             moved=True,
         )
 
-    def _joined(self, keep: Tensor, how: Merge, order: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`merged`, of the rows `order` (None: all): one matrix product, as runtimes are slow to scatter."""
+    def led(self, into: Tensor) -> Tensor:
+        """into: a token of its image for each row. No two rows of an image are one token, so none writes over another;
+        rows that had left before keep what they wrote."""
+        leader = self.alone if self.leader is None else self.leader
+        into = torch.where(self.live, into, leader.gather(1, self.flat_index))
+        return leader.scatter(1, self.flat_index, into)
+
+    def _joined(self, into: Tensor, how: Merge, order: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`merged`, of the rows `order` (None: all): one matrix product, as runtimes are slow to scatter.
+
+        into: rows, or tokens where the method names them.
+        """
         if how.into is None:
-            into = self.nearest(keep)
-            to = torch.arange(keep.shape[1], device=keep.device) if order is None else order[:, None]
+            to = torch.arange(into.shape[1], device=into.device) if order is None else order[:, None]
         else:
-            into = how.into
             to = (self.flat_index if order is None else self.flat_index.gather(1, order))[:, None]
         weight = self.size if how.weight is None else how.weight
         # Rows that had left before give nothing.

@@ -51,6 +51,8 @@ class VisionTransformers(Family):
         }
         if model.dense_head is not None:
             config["head"] = model.dense_head.config
+        if model.give_back is not None:
+            config["give_back"] = model.give_back.config
         return config | ({"weights": "int8"} if is_int8(model) else {})
 
     def load(self, folder: Path, config: dict[str, Any], inner: nn.Module | None) -> AdaptiveViT:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...core.backbone import Backbone, backbone_of
+from ...core.give_back import GiveBack
 from ...core.heads import PatchHead
 from ...core.model import AdaptiveViT, adapt
 from ...errors import DwindleError, unknown
@@ -31,14 +32,16 @@ def adapted(folder: Path, config: dict[str, Any], vit: nn.Module | None) -> Adap
         raise unknown("kind of weights", kind, WEIGHT_KINDS, hint=f"{folder / CONFIG} names it")
     weights = read_both(folder, config)
     head = config.get("head")
-    parts = {"method": _behind("method.", weights)} | ({"dense_head": _behind("dense_head.", weights)} if head else {})
+    back = config.get("give_back")
+    held = {"method": True, "dense_head": head, "give_back": back}
+    parts = {name: _behind(f"{name}.", weights) for name, there in held.items() if there}
     if config["saved"] == "all":
         parts["vit"] = {n: w for n, w in weights.items() if not n.startswith(ADDED)}
     own = partial(Method.registry[method["name"]].from_config, method["options"])
 
     def make(vit: nn.Module, method: Method) -> AdaptiveViT:
         made = PatchHead(width=backbone_of(vit).shape.width, **head) if head else None
-        model = adapt(vit, method, made)
+        model = adapt(vit, method, made, None if back is None else GiveBack(**back))
         return to_int8(model) if kind == "int8" else model
 
     if vit is None:

@@ -76,7 +76,7 @@ class Listed(Masked):
         new, live = (rows, keep) if rows is not None else compact(self.live, keep)
         if merge is None:
             after = self
-        elif self.entries is not None and merge.into is None and merge.weight is None:
+        elif self.entries is not None and merge == Merge():
             after = self._merged_in_place(new, live)
         else:
             after = self.merged(keep, merge)
@@ -88,5 +88,6 @@ class Listed(Masked):
         (qkv, heads), size = self.entries, self.size
         bias = self.notes.get("key_bias")
         bias = torch.zeros_like(size) if bias is None else bias
-        merge_rows(self.x, qkv, heads, self.rows, new, live, size, bias, self.prefix)
-        return self.changed(notes=self.notes | {"size": size, "key_bias": bias})
+        joined = merge_rows(self.x, qkv, heads, self.rows, new, live, size, bias, self.prefix)
+        leader = torch.where(joined < 0, self.alone if self.leader is None else self.leader, joined)
+        return self.changed(notes=self.notes | {"size": size, "key_bias": bias}, leader=leader)
