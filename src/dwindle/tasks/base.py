@@ -166,7 +166,8 @@ OLDER: dict[str, Answers] = {"segmentation": "maps", "depth": "maps", "language"
 
 
 def answers_of(model: Any) -> tuple[str, Answers]:
-    """The task a model was trained for, and what its answers are; those of one that was never trained are classes."""
+    """The task a model was trained for, and what its answers are. One that was never trained has no task ("") if its
+    head is for patches; else its answers are classes."""
     extra = getattr(model, "extra", {})
     said = extra.get("task")
     if isinstance(said, dict) and said.get("answers") in SAID and isinstance(said.get("name"), str):
@@ -174,6 +175,8 @@ def answers_of(model: Any) -> tuple[str, Answers]:
     recipe = extra.get("recipe", {})
     if recipe.get("distill") == "features":
         return "features", "features"
+    if "task" not in recipe and getattr(model, "dense_head", None) is not None:
+        return "", "maps"
     name = recipe.get("task", "classify")
     return name, OLDER.get(name, "classes")
 
@@ -188,7 +191,9 @@ def check_answers(model: Any, source: str, *wanted: Answers) -> None:
 
 def task_of(model: Any, source: str) -> type[Task]:
     """The task that a checkpoint was trained for, to evaluate it on."""
-    name, _ = answers_of(model)
+    name, answers = answers_of(model)
+    if not name:
+        raise DwindleError(f"{source} tells {SAID[answers]} and was trained for no task; evaluate it from Python.")
     if name not in Task.registry:
         raise unknown("task", name, Task.registry, hint=f"{source} was trained for it; import the file that defines it")
     return Task.registry[name]
