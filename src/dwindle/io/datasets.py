@@ -399,15 +399,18 @@ def _open_cifar(root: Path, split: str, name: str) -> Images:
 def _reading(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:  # arrow's own errors derive from these
-        raise DwindleError(f"Cannot read parquet file '{path}': {error}; download or write it again.") from error
+    except DwindleError:
+        raise
+    except (OSError, ValueError) as error:  # arrow's own errors derive from these, and may have lines
+        why = " ".join(str(error).split()).rstrip(".")
+        raise DwindleError(f"Cannot read parquet file '{path}': {why}; download or write it again.") from error
 
 
 def _parquet_file(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     with _reading(path):
-        return pq.ParquetFile(path, memory_map=True)
+        return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
 
 
 def _columns(schema: Any, name: str) -> tuple[str, str, list[str] | None]:
@@ -422,8 +425,35 @@ def _columns(schema: Any, name: str) -> tuple[str, str, list[str] | None]:
             f"'{name}' has columns {', '.join(schema.names)}; "
             f"expected an image column of {{bytes, path}} and an integer column named {' or '.join(LABELS)}."
         )
-    info = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
-    return images[0], label, info.get("features", {}).get(label, {}).get("names")
+    return images[0], label, _names_in(schema.metadata or {}, label)
+
+
+def _names_in(metadata: dict[bytes, bytes], label: str) -> list[str] | None:
+    """Class names as Hugging Face's library notes them; None where they are not, or otherwise."""
+    try:
+        found: Any = json.loads(metadata.get(b"huggingface", b"{}"))
+    except ValueError:
+        return None
+    for key in ("info", "features", label, "names"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, list) and all(isinstance(name, str) for name in found) else None
+
+
+def _check_shards(files: list[Path], split: str, name: str) -> None:
+    """Refuse shards of which one is missing or there twice, where they say how many they are."""
+    told = [found.groups() for path in files if (found := re.search(r"-(\d+)-of-(\d+)", path.stem))]
+    if not told:
+        return
+    total = int(told[0][1])
+    numbers = sorted(int(number) for number, _ in told)
+    if len(files) < total and len(set(numbers)) == len(files):
+        raise DwindleError(f"'{name}' has {len(files)} of {total} '{split}' shards; fetch the missing ones.")
+    if len({of for _, of in told}) > 1 or len(told) < len(files) or numbers != list(range(total)):
+        named = ", ".join(path.name for path in files[:4]) + ", ..." * (len(files) > 4)
+        raise DwindleError(
+            f"The '{split}' files of '{name}' ({named}) are not the shards of one set, each once; remove those that "
+            "do not belong there."
+        )
 
 
 def _open_parquet(shards: list[Path], split: str, name: str, memory: int) -> Images:
@@ -432,17 +462,20 @@ def _open_parquet(shards: list[Path], split: str, name: str, memory: int) -> Ima
         splits.setdefault(path.stem.split("-")[0], []).append(path)
     chosen = pick(split, list(splits), name)
     files = splits[chosen]
-    total = re.search(r"-of-(\d+)", files[0].stem)
-    if total and int(total[1]) != len(files):
-        raise DwindleError(f"'{name}' has {len(files)} of {int(total[1])} '{split}' shards; fetch the missing ones.")
+    _check_shards(files, split, name)
     image, label, classes = _columns(_parquet_file(files[0]).schema_arrow, name)
     parts = []
     for path in files:
         with _reading(path):
-            column = _parquet_file(path).read(columns=[label]).column(label)
+            shard = _parquet_file(path)
+            if _columns(shard.schema_arrow, str(path))[:2] != (image, label):
+                raise DwindleError(f"'{path}' has other columns than '{files[0].name}'; give shards of one data set.")
+            column = shard.read(columns=[label]).column(label)
         if column.null_count:
             raise DwindleError(f"Column '{label}' of '{path}' has rows without a label; fill or remove them.")
         parts.append(column.to_numpy())
+    if not sum(map(len, parts)):
+        raise DwindleError(f"'{name}' has no image in its split '{chosen}'; give other data.")
     source = Parquet(files, image, memory)
     return Images(name, source, np.concatenate(parts), classes or _classes_beside(files[0].parent), chosen, splits)
 
