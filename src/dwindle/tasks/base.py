@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..errors import DwindleError, listed, unknown
+from ..errors import DwindleError, brief, listed, unknown
 
 # What a model's answer to one image is: a number for each class; other numbers; numbers for each patch, which make a
 # map; the state of each token. Or a text's next character.
@@ -178,6 +178,11 @@ def answers_of(model: Any) -> tuple[str, Answers]:
     if "task" not in recipe and getattr(model, "dense_head", None) is not None:
         return "", "maps"
     name = recipe.get("task", "classify")
+    if not isinstance(name, str):
+        raise DwindleError(
+            f"The checkpoint says that it was trained for {brief(name)}, which names no task; it is damaged, take "
+            "another copy."
+        )
     return name, OLDER.get(name, "classes")
 
 
