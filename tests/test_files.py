@@ -19,6 +19,7 @@ import dwindle
 from dwindle.errors import DwindleError
 from dwindle.files import draft, lock, scratch, unlock, write_text
 from dwindle.recipes.language import tsa_tiny_test
+from dwindle.runtime.export import FORMS, export
 from dwindle.train.loop import Run
 from dwindle.train.state import BEGUN, STATE, Claim, write_metrics, write_state
 from shared.tiny import METHODS, build
@@ -197,3 +198,14 @@ def test_a_folder_is_given_back_as_it_was(tmp_path):
         with claim:
             write_text(out / STATE, str(time.time_ns()))
     assert names(out) == [STATE]
+
+
+@pytest.mark.parametrize("to", ["torch-export", "onnx"])
+def test_an_export_on_a_full_disk(to, tmp_path):
+    """torch's own writer raises a RuntimeError."""
+    if to == "onnx":
+        pytest.importorskip("onnxscript", reason="extra `onnx` is not installed")
+    out = tmp_path / f"graph{FORMS[to]}"
+    with full_disk(5000), pytest.raises(DwindleError, match="could not be written"):
+        export(build("vit", METHODS["TopK"]()), to, out)
+    assert names(tmp_path) == []

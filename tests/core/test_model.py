@@ -6,6 +6,7 @@ import copy
 import io
 import multiprocessing
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 import dwindle
 from dwindle.errors import DwindleError
+from dwindle.evaluate.evaluate import turn
 from shared.tiny import BACKBONES, METHODS, build, images_for
 
 
@@ -91,6 +93,11 @@ def test_bad_labels_and_layout():
     for labels in (torch.tensor([0]), torch.tensor([0.0, 1.0]), torch.rand(2, 6)):
         with pytest.raises(dwindle.DwindleError, match="do not fit 2 images"):
             model.loss(out, labels)
+    for labels in ([0, 1], torch.tensor([True, False]), torch.ones(2, dtype=torch.complex64)):
+        with pytest.raises(dwindle.DwindleError, match="whole numbers"):
+            model.loss(out, labels)
+    whole = model.loss(out, torch.tensor([0, 1]))["total"]
+    assert torch.equal(model.loss(out, torch.tensor([0, 1], dtype=torch.int32))["total"], whole)
     with pytest.raises(dwindle.DwindleError, match="did you mean 'packed'"):
         model(images_for(model), layout="paked")
     for layout in ("packed", "masked"):
@@ -342,6 +349,21 @@ def test_numbers_that_cannot_be_computed_with():
         model.vit.blocks[1].mlp.fc1.weight[0, 0] = torch.nan
     with pytest.raises(dwindle.DwindleError, match=r"weight 'vit\.blocks\.1\.mlp\.fc1\.weight'"):
         model(images_for(model, 2))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_setting_turned_to_nan(name):
+    """In no order with anything: all tokens would stop at it in silence."""
+    model = build("vit", METHODS[name]())
+    images, fast = images_for(model, 2), model.prepare()
+    for method, called in ((model.method, model), (fast.method, fast)):
+        if method.operating_point is None:
+            continue
+        turn(SimpleNamespace(method=method), float("nan"))
+        with pytest.raises(dwindle.DwindleError, match=f"{method.operating_point[0]} = nan"):
+            called(images)
+    with pytest.raises(dwindle.DwindleError, match="budget = True"):
+        dwindle.calibrate(build("vit", METHODS["AHT"]()), images, True)
 
 
 def test_an_embedding_has_no_loss():

@@ -24,6 +24,7 @@ from dwindle.io.datasets import Images, hold_out, in_order, matched
 from dwindle.io.opening import open_data
 from dwindle.io.sets import evaluation_images, parts_for, training_and_evaluation
 from dwindle.recipes.vision import tiny_test
+from dwindle.show.terminal import show_table
 from dwindle.train.loop import Run
 from shared.checkpoint import edit
 from shared.tiny import METHODS, build
@@ -105,6 +106,16 @@ def test_what_does_not_match_is_refused():
 def images_of(labels, classes=None, name="made"):
     arrays = np.random.default_rng(0).integers(0, 256, (len(labels), 32, 32, 3), dtype=np.uint8)
     return Images(name, lambda i: Image.fromarray(arrays[i]), np.array(labels), classes)
+
+
+def test_names_that_would_steer_a_terminal_are_told_by_their_numbers(capsys):
+    """Names are anyone's: a checkpoint's of the Hub, a folder's of an archive."""
+    with pytest.raises(DwindleError) as told:
+        match(["ant", "b\x1b[2J\n"], 2, ["\u202eeb", "x" * 100_000], 2, named="d")
+    assert str(told.value).isprintable() and len(str(told.value)) < 1000
+    show_table("\x1b[31m", ["label"], [["\x1b]0;title\x07"]])
+    out = capsys.readouterr().out
+    assert "\x1b[31m" not in out and "\x1b]0" not in out and r"\x1b]0;title\x07" in out
 
 
 def test_images_of_other_classes_are_left_out_and_counted():

@@ -492,6 +492,44 @@ def test_parquet_refuses(tmp_path):
         open_data("d")
 
 
+def test_parquet_files_that_are_not_the_shards_of_one_set(tmp_path):
+    import pyarrow.parquet as pq
+
+    one, two = (tmp_path / "d" / f"train-0000{k}-of-00002.parquet" for k in range(2))
+    shard(one, [0, 1])
+    shard(two, [1, 1], label="other")
+    with pytest.raises(DwindleError, match=r"00001-of-00002\.parquet' has other columns than"):
+        open_data("d")
+    two.rename(two.with_name("train-00000-of-00002 (1).parquet"))  # fetched twice
+    with pytest.raises(DwindleError, match=r"not the shards of one set"):
+        open_data("d")
+    none = shard(tmp_path / "none" / "train-00000-of-00001.parquet", [0])
+    pq.write_table(pq.read_table(none)[:0], none)
+    with pytest.raises(DwindleError, match="has no image"):
+        open_data("none")
+
+
+@pytest.mark.parametrize("note", [b"{", b"[1]", b'{"info": null}', b'{"info": {"features": {"label": {"names": 5}}}}'])
+def test_a_parquet_file_with_strange_notes_names_no_classes(tmp_path, note):
+    import pyarrow.parquet as pq
+
+    file = shard(tmp_path / "d" / "train-00000-of-00001.parquet", [0, 1])
+    pq.write_table(pq.read_table(file).replace_schema_metadata({b"huggingface": note}), file)
+    assert open_data("d").classes is None
+
+
+def test_what_is_wrong_with_a_parquet_file_is_said_in_one_line(tmp_path):
+    file = shard(tmp_path / "d" / "train-00000-of-00001.parquet", [0, 1])
+    whole = bytearray(file.read_bytes())
+    chance = np.random.default_rng(0)
+    for at in chance.integers(4, len(whole) - 8, 60):
+        file.write_bytes(whole[:at] + whole[at + 40 :])
+        with pytest.raises(DwindleError) as told:
+            images = open_data("d")
+            [images[i] for i in range(2)]
+        assert "\n" not in str(told.value)
+
+
 def test_corrupt_parquet_image_is_named(tmp_path):
     good = encode(Image.fromarray(pixels(0)))
     rows = [{"bytes": good, "path": None}, {"bytes": good[:80], "path": None}, None]

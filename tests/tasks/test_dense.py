@@ -56,6 +56,20 @@ def test_commands_for_classes_refuse_maps(shapes, tmp_path):
     refused(command(f"eval {tmp_path / 'run'} --data {shapes} --holdout 0.2 --device cpu"), "no effect on the task")
 
 
+def test_a_head_for_patches_that_was_never_trained_names_no_class(shapes, tmp_path):
+    """Its numbers would be read as the classes of an image."""
+    folder = dwindle.save(build("vit", METHODS["AHT"](), outputs=5), tmp_path / "ck")
+    photo = shapes / "val" / "images" / "0.png"
+    for line in (
+        f"eval {folder} --data {shapes} --workers 0",
+        f"predict {folder} --data {shapes} --out {tmp_path / 'o.parquet'}",
+        f"view {folder} {photo}",
+        f"report {folder} --data {shapes} --out {tmp_path / 'page'}",
+        f"serve {folder} --port 0",
+    ):
+        refused(command(f"{line} --device cpu"), "maps of an image")
+
+
 def test_a_head_for_patches_counts_and_is_exact_without_halting():
     model = build("vit", OFF["ToMe"](), outputs=7)
     x, vit = images_for(model, 2), model.vit

@@ -10,10 +10,11 @@ from torch import Tensor
 
 import dwindle
 from dwindle.recipes.vision import tiny_test
-from dwindle.tasks.base import Task
+from dwindle.tasks.base import Task, answers_of
 from dwindle.tasks.images import ImageTask
 from dwindle.train.loop import Run
 from dwindle.train.recipe import changed
+from shared.tiny import METHODS, build
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +72,11 @@ def test_a_killed_run_of_it_goes_on(ordered, data, tmp_path):
 def test_an_unknown_task_is_refused(data, tmp_path):
     with pytest.raises(dwindle.DwindleError, match="did you mean 'classify'"):
         Run(changed(tiny_test(), ["task=clasify"]), data, tmp_path / "run", device="cpu")
+
+
+def test_a_checkpoint_whose_recipe_names_no_task():
+    model = build("vit", METHODS["ToMe"]())
+    for name in (["classify"], {"a": 1}, 3, None):
+        model.extra = {"recipe": {"task": name}}
+        with pytest.raises(dwindle.DwindleError, match="names no task"):
+            answers_of(model)

@@ -96,7 +96,7 @@ def budget_share(budget: float | str, shape: Shape) -> float:
         if isinstance(budget, str):
             share = float(budget.upper().removesuffix("GMACS").removesuffix("G")) * 1e9 / static_macs(shape)
         else:
-            share = float(budget)
+            share = float("nan") if isinstance(budget, bool) else float(budget)
     except (TypeError, ValueError):
         share = float("nan")
     if not 0 < share <= 1:

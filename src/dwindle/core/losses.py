@@ -15,6 +15,7 @@ COSINE, MAGNITUDE = 0.9, 0.1  # of the two losses of features (AdaPerceiver, D.1
 def label_loss(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
     """(..., B) cross-entropy of logits (..., B, C). labels: (B,) classes, or (B, C) shares."""
     lead = logits.shape[:-1]
+    labels = labels if labels.is_floating_point() else labels.long()  # torch takes no other whole numbers
     each = labels.expand(*lead, *labels.shape[1:]).flatten(0, len(lead) - 1)
     return F.cross_entropy(logits.flatten(0, -2), each, label_smoothing=smoothing, reduction="none").view(lead)
 

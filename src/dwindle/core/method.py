@@ -106,6 +106,16 @@ class Method(nn.Module):
         given = tokens.notes.get("operating_point") if turned else None
         return getattr(self, name) if given is None else given
 
+    def check_settings(self) -> None:
+        """Refuse a setting turned to NaN, which is in no order: every token would stop at it, or none. Numbers on a GPU
+        are not looked at, as each look waits for it."""
+        given = {name: value for name, value in vars(self).items() if isinstance(value, float)}
+        for name, value in (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)):
+            if type(value) in (Tensor, nn.Parameter) and value.device.type == "cpu" and value.numel() == 1:
+                given[name] = value.item()
+        for name, value in given.items():
+            require(value == value, f"{name} = nan", f"at it {type(self).__name__} decides nothing; set it to a number")
+
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         """Multiply-accumulates the method itself adds after block `depth`, for images with that many live tokens."""
         return torch.zeros_like(tokens)

@@ -283,6 +283,9 @@ class AdaptiveViT(nn.Module):
 
     def _check_labels(self, labels: Tensor, logits: Tensor) -> None:
         images, classes = logits.shape
+        if not isinstance(labels, Tensor) or labels.dtype == torch.bool or labels.is_complex():
+            kind = labels.dtype if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
+            raise DwindleError(f"The labels are {kind}; give a tensor of whole numbers, or of each class's share.")
         if not self.backbone.shape.classes:
             raise DwindleError(
                 f"This {type(self.vit).__name__} has no head (num_classes=0): it answers with an embedding, which has "
@@ -364,6 +367,8 @@ class AdaptiveViT(nn.Module):
             )
         check_dtype(images, next(self.vit.parameters()).dtype)
         self.backbone.check_heard()
+        if self.checks and not (self.training or torch.compiler.is_compiling()):
+            self.method.check_settings()
         return images
 
     def check_operating_point(self, given: Tensor, images: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DwindleError
+from ..errors import DwindleError, printable
 
 WORDNET_ID = re.compile(r"(n\d{8})(?![^\W_])", re.IGNORECASE)
 IN_ORDER = 0.9  # share of a list's names that must be ImageNet's, each in its place, for the list to be ImageNet's
@@ -155,7 +155,7 @@ class Match:
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:4])
+    shown = ", ".join(f"'{printable(name, 80)}'" for name in names[:4])
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 
 

@@ -81,23 +81,43 @@ def _open_cifar(root: Path, split: str, name: str) -> Images:
     return Images(name, source, np.array(data.targets), list(data.classes), chosen, splits)
 
 
+def _check_shards(files: list[Path], split: str, name: str) -> None:
+    """Refuse shards of which one is missing or there twice, where they say how many they are."""
+    told = [found.groups() for path in files if (found := re.search(r"-(\d+)-of-(\d+)", path.stem))]
+    if not told:
+        return
+    total = int(told[0][1])
+    numbers = sorted(int(number) for number, _ in told)
+    if len(files) < total and len(set(numbers)) == len(files):
+        raise DwindleError(f"'{name}' has {len(files)} of {total} '{split}' shards; fetch the missing ones.")
+    if len({of for _, of in told}) > 1 or len(told) < len(files) or numbers != list(range(total)):
+        named = ", ".join(path.name for path in files[:4]) + ", ..." * (len(files) > 4)
+        raise DwindleError(
+            f"The '{split}' files of '{name}' ({named}) are not the shards of one set, each once; remove those that "
+            "do not belong there."
+        )
+
+
 def _open_parquet(shards: list[Path], split: str, name: str, memory: int) -> Images:
     splits: dict[str, list[Path]] = {}
     for path in shards:
         splits.setdefault(path.stem.split("-")[0], []).append(path)
     chosen = pick(split, list(splits), name)
     files = splits[chosen]
-    total = re.search(r"-of-(\d+)", files[0].stem)
-    if total and int(total[1]) != len(files):
-        raise DwindleError(f"'{name}' has {len(files)} of {int(total[1])} '{split}' shards; fetch the missing ones.")
+    _check_shards(files, split, name)
     image, label, classes = columns(parquet_file(files[0]).schema_arrow, name)
     parts = []
     for path in files:
         with reading(path):
-            column = parquet_file(path).read(columns=[label]).column(label)
+            shard = parquet_file(path)
+            if columns(shard.schema_arrow, str(path))[:2] != (image, label):
+                raise DwindleError(f"'{path}' has other columns than '{files[0].name}'; give shards of one data set.")
+            column = shard.read(columns=[label]).column(label)
         if column.null_count:
             raise DwindleError(f"Column '{label}' of '{path}' has rows without a label; fill or remove them.")
         parts.append(column.to_numpy())
+    if not sum(map(len, parts)):
+        raise DwindleError(f"'{name}' has no image in its split '{chosen}'; give other data.")
     source = Parquet(files, image, memory)
     return Images(name, source, np.concatenate(parts), classes or _classes_beside(files[0].parent), chosen, splits)
 

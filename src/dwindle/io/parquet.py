@@ -110,15 +110,18 @@ class Parquet:
 def reading(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:  # arrow's own errors derive from these
-        raise DwindleError(f"Cannot read parquet file '{path}': {error}; download or write it again.") from error
+    except DwindleError:
+        raise
+    except (OSError, ValueError) as error:  # arrow's own errors derive from these, and may have lines
+        why = " ".join(str(error).split()).rstrip(".")
+        raise DwindleError(f"Cannot read parquet file '{path}': {why}; download or write it again.") from error
 
 
 def parquet_file(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     with reading(path):
-        return pq.ParquetFile(path, memory_map=True)
+        return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
 
 
 def columns(schema: Any, name: str) -> tuple[str, str, list[str] | None]:
@@ -133,5 +136,15 @@ def columns(schema: Any, name: str) -> tuple[str, str, list[str] | None]:
             f"'{name}' has columns {', '.join(schema.names)}; "
             f"expected an image column of {{bytes, path}} and an integer column named {' or '.join(LABELS)}."
         )
-    info = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
-    return images[0], label, info.get("features", {}).get(label, {}).get("names")
+    return images[0], label, _names_in(schema.metadata or {}, label)
+
+
+def _names_in(metadata: dict[bytes, bytes], label: str) -> list[str] | None:
+    """Class names as Hugging Face's library notes them; None where they are not, or otherwise."""
+    try:
+        found: Any = json.loads(metadata.get(b"huggingface", b"{}"))
+    except ValueError:
+        return None
+    for key in ("info", "features", label, "names"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, list) and all(isinstance(name, str) for name in found) else None

@@ -6,6 +6,7 @@ A file is checked against the model it was made from before it gets its name: sa
 from __future__ import annotations
 
 import glob
+import io
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from ..core.model import AdaptiveViT
 from ..errors import DwindleError, unknown
-from ..files import photographs
+from ..files import photographs, writing
 from ..io.images import load_image, preprocess_of
 from ..ops.int8 import is_int8
 from ..ops.timing import milliseconds
@@ -79,7 +80,8 @@ def export(model: AdaptiveViT, to: str, out: str | os.PathLike, *, seconds: floa
             "An int8 model is not exported; export the one it was made from, then quantise the file with onnxruntime."
         )
     photos = check_images(model)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.stem}.draft{path.suffix}")
     write, open_ = {
         "onnx": (_write_onnx, open_onnx),
@@ -87,7 +89,9 @@ def export(model: AdaptiveViT, to: str, out: str | os.PathLike, *, seconds: floa
         "aoti": (_write_compiled, open_compiled),
     }[to]
     try:
-        write(program(Graph(model, worthwhile_moves(model, photos)), photos), draft, _about(model))
+        recorded = program(Graph(model, worthwhile_moves(model, photos)), photos)
+        with writing(path):
+            write(recorded, draft, _about(model))
         result = {"out": str(path), "form": to, **check(model, open_(draft), photos)}
         if to == "onnx":
             result["opset"] = OPSET
@@ -162,7 +166,9 @@ def _about(model: AdaptiveViT) -> dict[str, str]:
 
 
 def _write_program(recorded: torch.export.ExportedProgram, path: Path, about: dict[str, str]) -> None:
-    torch.export.save(recorded, path, extra_files=about)
+    held = io.BytesIO()  # on a full disk torch's own writer ends the process
+    torch.export.save(recorded, held, extra_files=about)
+    path.write_bytes(held.getbuffer())
 
 
 def open_program(path: str | os.PathLike) -> Call:

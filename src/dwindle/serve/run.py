@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..core.model import AdaptiveViT
 from ..errors import DwindleError
-from ..io.checkpoint import load_as
 from ..methods import Method
 from ..methods.static import Static
 from ..methods.tome import ToMe
 from ..runtime.dtypes import check_runs, converted
 from ..show.demo import DEMO
+from ..tasks.classify import load_classifier
 from .app import create_app
 from .connection import served_by
 from .guard import Hosts
@@ -55,7 +54,7 @@ def served_models(checkpoints: Sequence[str], device: str = "cpu", dtype: str = 
             f"Two of the checkpoints {', '.join(names)} have the same name, or one has that of a model served beside "
             f"them ({', '.join(BESIDE)}); rename it."
         )
-    loaded = (converted(load_as(AdaptiveViT, source), dtype, device).to(device) for source in names)
+    loaded = (converted(load_classifier(source), dtype, device).to(device) for source in names)
     models = [Served(name, model) for name, model in zip(short, loaded)]
     models += [beside(models[0], make(), name) for name, make in BESIDE.items()]
     for model in models:

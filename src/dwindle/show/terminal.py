@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..core import processes as ranks
-from ..errors import DwindleError, unknown
+from ..errors import DwindleError, printable, unknown
 from ..files import shown
 
 console, aside = Console(highlight=False, emoji=False), Console(stderr=True, highlight=False, emoji=False)
@@ -55,8 +55,8 @@ Dtype = Annotated[str, typer.Option(help="fp32, bf16 (also on CPUs that multiply
 
 
 def plain(text: str) -> str:
-    """Text for rich to print as it is."""
-    return escape(shown(text))
+    """Text of anywhere for rich to print as it is: what would steer the terminal by its number."""
+    return escape("\n".join(printable(line, len(line)) for line in shown(text).split("\n")))
 
 
 def finish(result: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..errors import DwindleError, listed, unknown
+from ..errors import DwindleError, brief, listed, unknown
 
 # What a model's answer to one image is: a number for each class; other numbers; numbers for each patch, which make a
 # map; the state of each token. Or a text's next character.
@@ -166,7 +166,8 @@ OLDER: dict[str, Answers] = {"segmentation": "maps", "depth": "maps", "language"
 
 
 def answers_of(model: Any) -> tuple[str, Answers]:
-    """The task a model was trained for, and what its answers are; those of one that was never trained are classes."""
+    """The task a model was trained for, and what its answers are. One that was never trained has no task ("") if its
+    head is for patches; else its answers are classes."""
     extra = getattr(model, "extra", {})
     said = extra.get("task")
     if isinstance(said, dict) and said.get("answers") in SAID and isinstance(said.get("name"), str):
@@ -174,7 +175,14 @@ def answers_of(model: Any) -> tuple[str, Answers]:
     recipe = extra.get("recipe", {})
     if recipe.get("distill") == "features":
         return "features", "features"
+    if "task" not in recipe and getattr(model, "dense_head", None) is not None:
+        return "", "maps"
     name = recipe.get("task", "classify")
+    if not isinstance(name, str):
+        raise DwindleError(
+            f"The checkpoint says that it was trained for {brief(name)}, which names no task; it is damaged, take "
+            "another copy."
+        )
     return name, OLDER.get(name, "classes")
 
 
@@ -188,7 +196,9 @@ def check_answers(model: Any, source: str, *wanted: Answers) -> None:
 
 def task_of(model: Any, source: str) -> type[Task]:
     """The task that a checkpoint was trained for, to evaluate it on."""
-    name, _ = answers_of(model)
+    name, answers = answers_of(model)
+    if not name:
+        raise DwindleError(f"{source} tells {SAID[answers]} and was trained for no task; evaluate it from Python.")
     if name not in Task.registry:
         raise unknown("task", name, Task.registry, hint=f"{source} was trained for it; import the file that defines it")
     return Task.registry[name]
