@@ -17,6 +17,7 @@ from ..io.config import read_config
 from ..io.datasets import Images
 from ..io.encoders import timm_vit
 from ..tasks.images import is_checkpoint
+from .narrow import narrowed
 
 if TYPE_CHECKING:
     from .recipe import Recipe
@@ -47,6 +48,9 @@ def build_vit(recipe: Recipe, classes: int | None) -> Any:
     backbone = backbone_of(vit)
     if classes not in (None, backbone.shape.classes):
         backbone.reset_head(classes)
+    if recipe.heads is not None:
+        vit = narrowed(vit, recipe.heads)
+        backbone = backbone_of(vit)
     if recipe.image_size and backbone.shape.image != (recipe.image_size, recipe.image_size):
         if not hasattr(vit, "set_input_size"):
             raise DwindleError(

@@ -76,6 +76,7 @@ class Recipe(Training):
     model: str = "deit_small_patch16_224"  # timm model name
     weights: str | None = "pretrained"  # 'pretrained' (timm's on the Hub), a .safetensors/.pth file, a checkpoint, None
     image_size: ImageSize | None = None  # None: the model's own
+    heads: Whole1 | None = None  # so many of the model's, and the channels that go with them; None: all
 
     epochs: Whole1 = 50
     method_lr: AtLeast0 = 1e-3  # planners and scalars start from nothing, the backbone does not
