@@ -116,9 +116,9 @@ OFF: dict[str, Callable[[], Method]] = {
 # Methods of a kind stop tokens in one way, so a backbone meets one of each kind. Who is in none is a kind of its own.
 KINDS = (
     ("AHT", "AHT_printed", "AHT_class", "AViT", "AViT_class_kept"),  # each token by what it has summed up
-    ("AHT_rest", "AHT_merge", "AHT_late", "TopK_fused", "ToMe", "ToMe_states"),  # and another token takes it in
-    ("AViT_merge", "TopK_merge", "DynamicViT_merge", "Random_merge", "AViT_network"),  # likewise, by options
-    ("TopK", "DynamicViT", "DynamicViT_image", "Random"),  # the lowest of a ranking
+    ("AHT_rest", "AHT_merge", "AHT_late", "TopK_fused", "ToMe"),  # and another token takes it in
+    ("AViT_merge", "TopK_merge", "DynamicViT_merge", "Random_merge", "ToMe_states"),  # likewise, by options
+    ("TopK", "DynamicViT", "DynamicViT_image", "Random", "AViT_network"),  # by what a layer, or chance, says of it
     ("ACT", "PonderNet", "Confidence", "Similarity", "Similarity_cosine"),  # whole images
     ("Static", "Shallow", "Resolution"),  # all at once
 )
