@@ -43,7 +43,7 @@ def test_what_was_executed(backbone, method):
     ours, theirs = float(model.macs(out.trace).sum()) - scalar, counted(lambda: model(images))
     if getattr(model.method, "merge", "none") == "nearest":
         # Counted as if every token were compared with every other; a pack compares those who leave with those who stay.
-        pairs = sum((out.trace.counts[d] ** 2).sum() for d in range(4) if model.method._may_halt(d + 1))
+        pairs = sum((out.trace.counts[d] ** 2).sum() for d in range(4) if model.method.probe(d).merging)
         ours -= max(0.0, min(ours - theirs, float(pairs) * model.backbone.shape.head_size))
     assert ours == pytest.approx(theirs, rel=0.01)
     expected = counted(lambda: model.vit(images)) / 3

@@ -530,8 +530,11 @@ def test_compare_report_and_search(places, here):
     settings = "--set model=test_vit --set epochs=1 --set batch=4 --device cpu"
     line = f"compare tiny_compare --data {{data}} --out {{root}}/cmp --results {here}/results {settings}"
     first = run(line, **places).json
-    assert [row["name"] for row in first["results"]] == ["static", "AHT", "ToMe"]
-    assert Path(first["plot"]).stat().st_size > 5000 and "| AHT | 0.70 |" in Path(first["table"]).read_text()
+    assert [row["name"] for row in first["results"]] == [
+        "static",
+        *("AHT", "Random", "Resolution", "Shallow", "ToMe"),
+    ]
+    assert Path(first["plot"]).stat().st_size > 5000 and "| AHT, grounded | 0.70 |" in Path(first["table"]).read_text()
     files = contents(here / "results" / "tiny_compare")
     again = run(line, **places).json
     assert again["results"] == first["results"]

@@ -37,6 +37,7 @@ COMPARISON = Comparison(
         Entry("ToMe", "ToMe", train="never", group="untrained"),
     ),
     costs=(0.8, 0.6),
+    rivals=(),
 )
 NAMES = [entry.name for entry in COMPARISON.entries]
 FILES = {"static-1.00-s0.json", *(f"{name}-{cost}-s0.json" for name in NAMES for cost in ("0.80", "0.60"))}
@@ -145,7 +146,7 @@ def test_the_checkpoint_is_the_one_measured(whole):
 
 
 def test_a_folder_without_splits_is_parted_alike_for_all(data, tmp_path):
-    plan = Comparison(base=COMPARISON.base, entries=(Entry("ToMe", "ToMe", train="never"),), costs=(0.8,))
+    plan = Comparison(base=COMPARISON.base, entries=(Entry("ToMe", "ToMe", train="never"),), costs=(0.8,), rivals=())
     plain = f"{data}/train"
     results = list(comparing(plain, tmp_path, plan).results())
     told = f"10% held out of {plain} by seed 0: 2 images"
@@ -363,3 +364,25 @@ def test_results_are_read_back(whole):
     key = json.dumps
     assert sorted(map(key, read)) == sorted(map(key, results))
     assert len(summarised(read)) == 11
+
+
+def test_what_anybody_would_try_first_is_compared(data, tmp_path):
+    """A smaller image, patches dropped at random and fewer blocks stand beside the entries, unless these have them."""
+    assert Comparison(COMPARISON.base, ()).names() == ["static", "Resolution", "Random", "Shallow"]
+    entries = (
+        Entry("Random", "Random", STAGES),
+        Entry("Static too", "Static", by_cost={0.6: {}}, changes={"heads": 1}),
+    )
+    plan = Comparison(COMPARISON.base, entries, costs=(0.6,))
+    assert plan.names() == ["static", "Random", "Static too", "Resolution", "Shallow"]
+    work = comparing(data, tmp_path, plan, only=["static", "Static too", "Resolution"])
+    by_name = {row["name"]: row for row in work.results()}
+    found = by_name["Resolution"]
+    assert found["depth"] == 5 and 0.4 < found["cost"] < 0.8  # of 0.0004 GMACs, rounded
+    assert found["top1"] == found["top1_masked"]
+    model = dwindle.load(tmp_path / "runs" / "Resolution-0.60-s0")
+    assert model.method.size((32, 32), model.method.scale) == (24, 24) and model.static_macs() / 1e9 == pytest.approx(
+        found["gmacs_static"], abs=1e-4
+    )
+    # Where a change makes another network of it, cost is the share of the static model's all the same.
+    assert by_name["Static too"]["gmacs_static"] == by_name["static"]["gmacs_static"]

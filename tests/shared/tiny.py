@@ -20,6 +20,8 @@ from dwindle.methods.act import ACT
 from dwindle.methods.confidence import Confidence
 from dwindle.methods.dynamicvit import DynamicViT
 from dwindle.methods.pondernet import PonderNet
+from dwindle.methods.random import Random
+from dwindle.methods.resolution import Resolution
 from dwindle.methods.shallow import Shallow
 from dwindle.methods.similarity import Similarity
 from dwindle.methods.tome import ToMe
@@ -73,6 +75,8 @@ METHODS: dict[str, Callable[[], Method]] = {
     "AHT_printed": lambda: dwindle.AHT.as_printed(stages=(1, 3), gamma=2.0, beta=-1.0),
     "AHT_class": lambda: dwindle.AHT.as_printed(stages=(2,), gamma=2.0, beta=-0.5, halt_class=True),
     "AViT": lambda: dwindle.AViT(gamma=1.5, beta=-1.0, target_depth=2),
+    "AViT_merge": lambda: dwindle.AViT(gamma=1.5, beta=-1.0, target_depth=2, halt_class=False, merge="nearest"),
+    "AViT_network": lambda: dwindle.AViT(target_depth=2, network=8, bias=-1.0),
     "AViT_class_kept": lambda: dwindle.AViT(gamma=1.5, beta=-1.0, target_depth=2, halt_class=False),
     "Static": lambda: dwindle.Static(attention=True),
     "ACT": lambda: parting(ACT(bias=-1.0)),
@@ -81,10 +85,15 @@ METHODS: dict[str, Callable[[], Method]] = {
     "Similarity": lambda: parting(Similarity()),
     "Similarity_cosine": lambda: parting(Similarity(kind="cosine")),
     "Shallow": lambda: Shallow(2),
+    "Resolution": lambda: Resolution(0.6),
+    "Random": lambda: Random(stages=(1, 2, 3), keep=0.7),
+    "Random_merge": lambda: Random(stages=(1, 3), keep=0.5, merge="nearest"),
     "TopK": lambda: TopK(stages=(1, 2, 3), keep=0.7),
     "TopK_fused": lambda: TopK(stages=(1, 3), keep=0.5, fuse=True),
+    "TopK_merge": lambda: TopK(stages=(1, 2), keep=0.5, merge="nearest"),
     "ToMe": lambda: ToMe(r=2.5),
     "ToMe_states": lambda: ToMe(r=3.5, alike="states", even=0.1, until=0.5, proportion=0.6),
+    "DynamicViT_merge": lambda: DynamicViT(stages=(1, 2), keep=0.7, merge="nearest"),
     "DynamicViT": lambda: DynamicViT(stages=(1, 2), keep=0.7),
     "DynamicViT_image": lambda: DynamicViT(stages=(1, 2, 3), count="image"),
 }
@@ -97,6 +106,8 @@ OFF: dict[str, Callable[[], Method]] = {
     "Confidence": lambda: Confidence(threshold=1.0),
     "Similarity": lambda: Similarity(threshold=0.0),
     "Shallow": lambda: Shallow(4),
+    "Resolution": lambda: Resolution(1.0),
+    "Random": lambda: Random(stages=(1, 2), keep=1.0),
     "TopK": lambda: TopK(stages=(1, 2), keep=1.0),
     "ToMe": lambda: ToMe(r=0),
     "DynamicViT": lambda: DynamicViT(stages=(1, 2), keep=1.0),
@@ -105,10 +116,11 @@ OFF: dict[str, Callable[[], Method]] = {
 # Methods of a kind stop tokens in one way, so a backbone meets one of each kind. Who is in none is a kind of its own.
 KINDS = (
     ("AHT", "AHT_printed", "AHT_class", "AViT", "AViT_class_kept"),  # each token by what it has summed up
-    ("AHT_rest", "AHT_merge", "AHT_late", "TopK_fused", "ToMe", "ToMe_states"),  # and another token takes it in
-    ("TopK", "DynamicViT", "DynamicViT_image"),  # the lowest of a ranking
+    ("AHT_rest", "AHT_merge", "AHT_late", "TopK_fused", "ToMe"),  # and another token takes it in
+    ("AViT_merge", "TopK_merge", "DynamicViT_merge", "Random_merge", "ToMe_states"),  # likewise, by options
+    ("TopK", "DynamicViT", "DynamicViT_image", "Random", "AViT_network"),  # by what a layer, or chance, says of it
     ("ACT", "PonderNet", "Confidence", "Similarity", "Similarity_cosine"),  # whole images
-    ("Static", "Shallow"),  # all at once
+    ("Static", "Shallow", "Resolution"),  # all at once
 )
 
 
@@ -129,7 +141,7 @@ def cover(methods: Iterable[str] = METHODS, turn: int = 0) -> list[tuple[str, st
 
 
 # How many depths tokens stop at, where it may be fewer than 3: images stop whole, or as random weights have it.
-FEWEST = {"Static": 1, "Shallow": 1} | dict.fromkeys(
+FEWEST = {"Static": 1, "Shallow": 1, "Resolution": 1} | dict.fromkeys(
     ("AHT_late", "ACT", "PonderNet", "Confidence", "Similarity", "Similarity_cosine", "DynamicViT_image"), 2
 )
 
@@ -173,7 +185,7 @@ def build(
             nn.init.ones_(value)
     model = dwindle.adapt(vit, method, head).to(dtype).eval()
     for name, value in model.method.named_parameters():
-        if "planner" in name or "predictor" in name:
+        if "planner" in name or "predictor" in name or "network" in name:
             nn.init.normal_(value, std=0.5)
     if isinstance(method, dwindle.AHT):
         method.bar.fill_(0.0)

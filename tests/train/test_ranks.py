@@ -398,3 +398,26 @@ def test_compiled_blocks_say_the_same_and_share_few_graphs(method, data, tmp_pat
 def test_machine_code_says_the_same(method, data, tmp_path):
     with _compiling("inductor"):
         _graphs(small(method), data, tmp_path)
+
+
+def begun(recipe: Recipe, data: str, out: Path) -> None:
+    """The first epoch, as if the run was killed after it."""
+    with mock.patch("torch.optim.AdamW", functools.partial(torch.optim.AdamW, eps=1e-4)):  # as in `train`
+        epochs = Run(recipe, data, out, device="cpu").epochs()
+        next(epochs)
+        epochs.close()
+    ranks.leave()
+
+
+def test_a_batch_of_all_goes_on_with_other_processes(data, tmp_path):
+    """global_batch: two processes begin, one ends, at the weights of a run of one."""
+    given = {"epochs": 2, "global_batch": 8, "lr_batch": 16, "batch": 3}
+    recipe = small("AViT", **given)
+    processes(2, begun, recipe, data, tmp_path / "two")
+    train(recipe, data, tmp_path / "one")
+    train(recipe, data, tmp_path / "two", resume=True)
+    same_weights(tmp_path / "one", tmp_path / "two", **CLOSE)
+    fixed = dataclasses.replace(recipe, global_batch=0)
+    processes(2, begun, fixed, data, tmp_path / "fixed")
+    with pytest.raises(DwindleError, match="was started by 2 processes; resume with as many"):
+        train(fixed, data, tmp_path / "fixed", resume=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from functools import partial
 from typing import Annotated, Any, Literal, TypedDict
@@ -101,7 +102,14 @@ class TimmViT(Backbone):
 
     def embed(self, images: Tensor) -> Tensor:
         vit = self.vit
-        return vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
+        embed = vit.patch_embed
+        if self.any_size or tuple(images.shape[-2:]) == tuple(embed.img_size):
+            return vit.norm_pre(vit.patch_drop(vit._pos_embed(embed(images))))
+        # A model of one image size refuses others, though its positions can be resampled: a view of it that may.
+        view = copy.copy(vit)
+        view.dynamic_img_size = True
+        patches_BRCD = embed.norm(embed.proj(images).permute(0, 2, 3, 1).contiguous())
+        return vit.norm_pre(vit.patch_drop(view._pos_embed(patches_BRCD)))
 
     def readout(self, stream_BND: Tensor) -> Tensor:
         return self.vit.forward_head(self.vit.norm(stream_BND[:, : self.read_first]))  # who is not read needs no norm

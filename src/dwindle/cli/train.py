@@ -15,7 +15,7 @@ from ..experiments.compare import Compare
 from ..experiments.search import check_searchable
 from ..experiments.search import search as look
 from ..files import write_text
-from ..recipes import find_comparison, find_recipe
+from ..recipes import find_comparison, find_recipe, made
 from ..show.running import resumes
 from ..show.terminal import (
     Data,
@@ -36,10 +36,15 @@ from ..tasks.base import task_named
 from ..train.loop import Run
 from ..train.recipe import changed
 
+Preset = Annotated[
+    str | None, typer.Option(help="A row of a paper's table, for recipes that have several: balanced, ...")
+]
+
 
 def train(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe: aht_cifar100, avit_cifar100, ...")],
     data: OptionalData = None,
+    preset: Preset = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for checkpoint, metrics and the state to resume from.")
     ] = None,
@@ -57,7 +62,7 @@ def train(
     device: Device = None,
 ) -> None:
     """Train a recipe. A killed run loses what came after its last save (each epoch): go on with --resume."""
-    settings = changed(find_recipe(recipe)(), set or [])
+    settings = changed(made(find_recipe(recipe), preset, data), set or [])
     images: dict[str, Any] = {"holdout": holdout, "skip_corrupt": skip_corrupt or None}
     for name, given in images.items():
         if given is not None and not hasattr(settings, name):
@@ -100,6 +105,7 @@ def compare(
         typer.Argument(help="Name of a comparison: cifar100_deit_tiny, ada_cifar100_compare, tsa_shakespeare_compare."),
     ],
     data: OptionalData = None,
+    preset: Preset = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the runs.")] = None,
     results: Annotated[Path, typer.Option(help="One JSON per result, the table and the plot go here.")] = Path(
         "benchmarks/results"
@@ -112,7 +118,7 @@ def compare(
     device: Device = None,
 ) -> None:
     """Train and evaluate methods under the same conditions. A killed comparison goes on where it was: same command."""
-    plan = find_comparison(comparison)()
+    plan = made(find_comparison(comparison), preset, data)
     for change in set or []:
         name = change.partition("=")[0].strip()
         if name in ("seed", "method") or name.startswith("method."):
@@ -151,6 +157,7 @@ def search(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe.")],
     data: Data,
     out: Annotated[Path, typer.Option(help="Folder for the trials and the study.")],
+    preset: Preset = None,
     trials: Annotated[int, typer.Option(help="Settings to try, those of earlier calls counted.")] = 20,
     holdout: Annotated[float, typer.Option(help="Share of the training images that judges.")] = 0.1,
     set: Annotated[list[str] | None, typer.Option(help="Change a setting of the recipe. Repeatable.")] = None,
@@ -158,7 +165,7 @@ def search(
     device: Device = None,
 ) -> None:
     """Search lambda_p and lambda_t with Optuna, judged on held-out training images. A killed search goes on."""
-    settings: Any = changed(find_recipe(recipe)(), set or [])
+    settings: Any = changed(made(find_recipe(recipe), preset, data), set or [])
     check_searchable(settings, recipe)
     logging.getLogger("optuna").setLevel(logging.WARNING)  # the table says what its log would
     with progress_bar() as bar:

@@ -70,6 +70,11 @@ class Method(nn.Module):
         """Called once by `adapt`, when the backbone is known: check settings against it, build what depends on it."""
         self.shape = shape
 
+    def seen(self, images: Tensor) -> Tensor:
+        """(B, C, height, width): what the model is given in the place of these images, of any size in whole patches.
+        Where depths are forced it is given the images themselves."""
+        return images
+
     def start(self, tokens: Tokens) -> Tokens:
         """Before the first block: lay down notes."""
         return tokens

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import DwindleError, unknown
 from ..ops.merging import Merge
-from ..ops.patches import cutting
+from ..ops.patches import cutting, regridded
 from .backbone import Backbone, backbone_of
 from .cost import static_macs, trace_macs
 from .give_back import GiveBack
@@ -127,13 +127,15 @@ class AdaptiveViT(nn.Module):
     ) -> Output:
         """The loop, in the layout that `start` begins."""
         shape = self.backbone.shape
-        with cutting(images):
-            embedded = self.backbone.embed(images)
+        seen = self.method.seen(images) if depths is None else images
+        with cutting(seen):
+            embedded = self.backbone.embed(seen)
         tokens = start(embedded, shape.prefix).changed(
             reader=self.backbone.logits,
             norm=self.backbone.normed,
-            positions=self.backbone.positions(images),
+            positions=self.backbone.positions(seen),
             compiling=compiled_now(),
+            images=seen,
         )
         if depths is not None:
             if tuple(depths.shape) != tuple(tokens.shape):
@@ -143,7 +145,8 @@ class AdaptiveViT(nn.Module):
         if operating_point is not None:
             self.check_operating_point(operating_point, images.shape[0])
             tokens.notes["operating_point"] = tokens.per_image(operating_point.to(images.device))
-        trace = Trace(tokens.shape, shape.prefix, shape.grid((images.shape[-2], images.shape[-1])), shape.blocks)
+        grid, own = (shape.grid((x.shape[-2], x.shape[-1])) for x in (seen, images))
+        trace = Trace(tokens.shape, shape.prefix, grid, shape.blocks)
 
         nearest = self.give_back is not None and self.give_back.halted == "nearest"
         tokens = self.method.start(tokens)
@@ -164,7 +167,9 @@ class AdaptiveViT(nn.Module):
         features = tokens.given_back(stream)
         if self.give_back is not None:
             features = self.give_back(stream, features, ~trace.to_the_end)
-        return Output(self.backbone.logits(features), trace, features)
+        # Of a smaller image too every token of the image itself comes back.
+        whole = features if grid == own else regridded(features, shape.prefix, grid, own)
+        return Output(self.backbone.logits(features if self.dense_head is None else whole), trace, whole)
 
     @property
     def classes(self) -> int:

@@ -27,6 +27,7 @@ class Probe(NamedTuple):
     neuron: int | None = None  # this neuron after the first linear layer of the MLP
     detach: bool = False  # the neuron's gradient trains its own weights and stops there
     attention: bool = False  # the share of the class token's attention that each row got
+    attention_learns: bool = False  # with its gradient, for a loss that compares it with something
     keys: bool = False  # the keys of attention, mean over heads
     merging: bool = False  # the same, but for the layout alone: rows that stop now may join the nearest (`Merge`)
 
@@ -80,6 +81,7 @@ class Tokens:
     positions: Tensor | None = None  # (..., N, C): what the backbone tells its blocks of each place
     norm: Callable[[Tensor], Tensor] | None = None  # (..., D): the backbone's last norm, likewise
     leader: Tensor | None = None  # (B, N): which token of its image each has joined; its own place: none. None: nobody
+    images: Tensor | None = None  # what the model was given, for a method that looks at them in `start`
     rows: Rows | None = None  # the live rows as a list on the device, in the layout whose kernels go by it
     compiling: bool = False  # this forward pass is one of many alike, so that compiling its parts pays
 
@@ -112,7 +114,8 @@ class Tokens:
     ) -> Probed:
         """What a probe asks of attention."""
         bias = None if pair_bias is None else pair_bias.detach()
-        attention = self.class_attention(q.detach(), k.detach(), scale, bias) if probe.attention else None
+        asked = (q, k) if probe.attention_learns else (q.detach(), k.detach())
+        attention = self.class_attention(*asked, scale, bias) if probe.attention else None
         return Probed(attention=attention, keys=self.mean_keys(k) if probe.keys or probe.merging else None)
 
     def mean_keys(self, k: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from .results import machine, read_result, slug
 INCIDENTAL = ("weights", "save_every", "eval_every", "workers", "compile", "resident", "parallel", "layout")
 
 # What a teacher's answers depend on, beside the data.
-SOURCE = ("teacher", "model", "seed", "batch", "image_size", "amp", "cpu_amp", "compile")
+SOURCE = ("teacher", "model", "seed", "batch", "global_batch", "image_size", "amp", "cpu_amp", "compile")
 BATCHES = (*SOURCE, "min_scale", "jitter", "augment", "erase", "mixup", "cutmix", "mix_prob", "views", "holdout")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,11 +11,33 @@ from torch import Tensor, nn
 from ..core import processes as ranks
 from ..core.backbone import Shape
 from ..core.method import Method, Verdict, halting_kl, halting_verdict, log_gaussian, ponder_cost, require, wide
-from ..core.tokens import Tokens
-from ..settings import Above0, Inside, Whole0
+from ..core.tokens import Probe, Tokens
+from ..ops.merging import Merge
+from ..settings import Above0, AtLeast0, Inside, Whole0, Whole1
+from .attended import Merging, attention_terms
 
 if TYPE_CHECKING:
     from ..core.model import Output
+
+
+@dataclass(frozen=True)
+class Halting:
+    """What the paper compares with, and what other methods have.
+
+    network: width of a two-layer network (GELU, sigmoid) that scores tokens after each block, in the place of the
+        neuron; section 4.3 has 96 on 192. None: the neuron. bias: of its scores, to begin with.
+    merge: what halts is gone ('none', the paper), or joins the most alike patch that goes on ('nearest', see `AHT`).
+    lambda_attention: weight of a term that has tokens which a teacher's class token attends to halt later; 0 is the
+        paper.
+    """
+
+    network: Whole1 | None = None
+    bias: float = -3.0
+    merge: Merging = "none"
+    lambda_attention: AtLeast0 = 0.0
+
+
+HALTING = Halting()
 
 
 class AViT(Method):
@@ -38,8 +61,10 @@ class AViT(Method):
         alpha_d: float = 0.1,
         halt_class: bool = True,
         threshold: Above0 | None = None,
+        halting: Halting = HALTING,
     ) -> None:
-        """
+        """The fields of the last are given by their own names: AViT(merge="nearest").
+
         gamma, beta: scale and shift of the borrowed neuron, trained and shared by all layers (Eq. 5).
         eps: a token stops when its scores reach 1 - eps (Eq. 4). `threshold` puts another value in place of 1 - eps.
         target_depth, sigma: centre and width of the distributional prior (Eq. 12).
@@ -52,6 +77,9 @@ class AViT(Method):
         self.eps, self.target_depth, self.sigma, self.neuron = eps, target_depth, sigma, neuron
         self.alpha_p, self.alpha_d, self.halt_class = alpha_p, alpha_d, halt_class
         self.threshold = 1 - eps if threshold is None else threshold
+        self.network, self.bias = halting.network, halting.bias
+        self.merge, self.lambda_attention = halting.merge, halting.lambda_attention
+        self.asks_attention = bool(halting.lambda_attention)
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
@@ -62,6 +90,10 @@ class AViT(Method):
         )
         self.operating_point = ("threshold", 1e-6, float(shape.blocks))
         require(0 <= self.neuron < shape.width, f"neuron = {self.neuron}", f"the blocks' output has {shape.width}")
+        if self.network is not None:
+            self.networks = nn.ModuleList(
+                _network(shape.width, self.network, self.bias) for _ in range(shape.blocks - 1)
+            )
 
     def start(self, tokens: Tokens) -> Tokens:
         tokens.notes["cumulative"] = tokens.numbers(0.0)
@@ -69,14 +101,31 @@ class AViT(Method):
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
         last = depth + 1 == self.shape.blocks
-        feature = wide(tokens.x[..., self.neuron])
-        score = torch.ones_like(feature) if last else torch.sigmoid(self.gamma * feature + self.beta)  # Eq. 5
+        logit = self._logit(depth, tokens)
+        score = torch.ones_like(logit) if last else torch.sigmoid(logit)
         before = tokens.notes["cumulative"]
         cumulative = tokens.notes["cumulative"] = before + score
         keep = cumulative < self.operating_value(tokens, "threshold")  # Eq. 4
         if not self.halt_class:
             keep = keep | tokens.is_prefix
-        return halting_verdict(tokens, before, score, tokens.decide(depth, keep) & (not last))
+        verdict = halting_verdict(tokens, before, score, tokens.decide(depth, keep) & (not last))
+        verdict.merge = Merge() if self._merges(depth) else None
+        if self.asks_attention and self.training and not last:
+            verdict.record["worth"] = -logit
+        return verdict
+
+    def _logit(self, depth: int, tokens: Tokens) -> Tensor:
+        """Of the score; at the last block, where all tokens halt, of none."""
+        if self.network is None or depth + 1 == self.shape.blocks:
+            return self.gamma * wide(tokens.x[..., self.neuron]) + self.beta  # Eq. 5
+        logit: Tensor = self.networks[depth](tokens.x)
+        return wide(logit[..., 0])
+
+    def _merges(self, depth: int) -> bool:
+        return self.merge == "nearest" and depth + 1 < self.shape.blocks
+
+    def probe(self, depth: int) -> Probe:
+        return Probe(merging=self._merges(depth))
 
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
         trace = out.trace
@@ -84,11 +133,22 @@ class AViT(Method):
         halting = ranks.mean(trace.scores.mean((1, 2)))
         halting = halting / halting.sum()
         target = log_gaussian(torch.full_like(halting[0], self.target_depth), trace.blocks, self.sigma)
-        return {"ponder": ponder_cost(trace), "prior": halting_kl(halting, target)}
+        terms = {"ponder": ponder_cost(trace), "prior": halting_kl(halting, target)}
+        return terms | attention_terms(out, teacher, lambda values: values.get("worth"))
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        return {"ponder": self.alpha_p, "prior": self.alpha_d}  # Eq. 14
+        weights = {"ponder": self.alpha_p, "prior": self.alpha_d}  # Eq. 14
+        return weights | ({"attention": self.lambda_attention} if self.asks_attention else {})
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
-        return tokens  # gamma * f, once per token
+        each: Tensor = tokens  # gamma * f, once per token
+        if self.network is not None:
+            each = tokens * (self.shape.width + 1) * self.network * (depth + 1 < self.shape.blocks)
+        return each + tokens**2 * self.shape.head_size if self._merges(depth) else each
+
+
+def _network(width: int, hidden: int, bias: float) -> nn.Module:
+    out = nn.Linear(hidden, 1)
+    nn.init.constant_(out.bias, bias)
+    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), out)

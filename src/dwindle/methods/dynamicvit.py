@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from ..core.backbone import Shape
 from ..core.cost import keep_for
 from ..core.method import Method, Verdict, check_stages, wide
-from ..core.tokens import Tokens
-from ..settings import Budget, Share, Stages
+from ..core.tokens import Probe, Tokens
+from ..ops.merging import Merge
+from ..settings import AtLeast0, Budget, Share, Stages
+from .attended import Merging, attention_terms
 
 if TYPE_CHECKING:
     from ..core.model import Output
@@ -59,6 +61,8 @@ class DynamicViT(Method):
         lambda_ratio: float = 2.0,
         lambda_features: float = 0.5,
         gumbel: bool = True,
+        merge: Merging = "none",
+        lambda_attention: AtLeast0 = 0.0,
     ) -> None:
         """
         stages: patches leave after these blocks. keep: rho, the share that goes on at each.
@@ -68,6 +72,10 @@ class DynamicViT(Method):
         lambda_ratio, lambda_features: weights of the ratio loss and, with a teacher, of the distance of the kept
             patches' features to its own. (The paper's third loss, KL to the teacher's answer, is any method's.)
         gumbel: decide by the Gumbel-softmax in training, with a gradient; False: as at inference, without one.
+        merge: what leaves is gone ('none', the paper), or joins the most alike patch that goes on ('nearest', as in
+            `AHT`).
+        lambda_attention: weight of a term that has the predictors rank patches as a teacher's class token attends to
+            them over all its blocks; 0 is the paper.
         """
         super().__init__()
         self.stages = tuple(sorted(set(stages)))
@@ -75,6 +83,8 @@ class DynamicViT(Method):
         self.keep: Tensor
         self.register_buffer("keep", torch.tensor(float(keep)))  # a tensor: turned without compiling anew
         self.lambda_ratio, self.lambda_features, self.gumbel = lambda_ratio, lambda_features, gumbel
+        self.merge, self.lambda_attention = merge, lambda_attention
+        self.asks_attention = bool(lambda_attention)
         self.operating_point = ("keep", 0.0, 1.0) if count == "fixed" else ("threshold", 1.0, 0.0)
         self.predictors = nn.ModuleDict()
 
@@ -86,18 +96,23 @@ class DynamicViT(Method):
         for stage in self.stages:
             self.predictors[str(stage)] = Predictor(shape.width)
 
+    def probe(self, depth: int) -> Probe:
+        return Probe(merging=self.merge == "nearest" and depth + 1 in self.stages)
+
     def step(self, depth: int, tokens: Tokens) -> Verdict:
         layer = depth + 1
         if layer not in self.stages:
             return Verdict(tokens.decide(depth, None))
         logit, patch = self.predictors[str(layer)](tokens), ~tokens.is_prefix
         record = {"score": torch.sigmoid(-logit)}  # of halting
+        record |= {"worth": logit} if self.asks_attention and self.training else {}
+        merge = Merge() if self.merge == "nearest" else None
         if self.training and self.gumbel:
             soft, keep = self._drawn(tokens, logit)
             keep = tokens.decide(depth, keep | ~patch)
             gate = torch.where(patch, keep + (soft - soft.detach()), 1.0)
             so_far = tokens.notes["decision"] = gate * tokens.notes.get("decision", torch.ones_like(gate))
-            return Verdict(keep, gate=so_far, record=record | {"kept": gate * patch})
+            return Verdict(keep, gate=so_far, record=record | {"kept": gate * patch}, merge=merge)
         if self.count == "fixed":
             # int(rho^s N) of the patches the image began with.
             share = self.keep.expand(self.stages.index(layer) + 1).prod()  # AOTInductor knows no power of a constant
@@ -106,7 +121,7 @@ class DynamicViT(Method):
         else:
             keep = torch.sigmoid(logit) >= self.threshold
         keep = tokens.decide(depth, keep | ~patch)
-        return Verdict(keep, record=record | {"kept": (keep & patch).to(logit.dtype)})
+        return Verdict(keep, record=record | {"kept": (keep & patch).to(logit.dtype)}, merge=merge)
 
     def _drawn(self, tokens: Tokens, logit: Tensor) -> tuple[Tensor, Tensor]:
         """Gumbel-softmax of (drop, keep): the difference of two Gumbel variables is logistic."""
@@ -129,15 +144,17 @@ class DynamicViT(Method):
             to_end = (trace.depth == trace.blocks)[:, trace.prefix :].to(mine.dtype)
             distance = ((mine - other)[:, trace.prefix :] ** 2).mean(-1)
             terms["features"] = ((distance * to_end).sum(-1) / to_end.sum(-1).clamp_min(1)).mean()
-        return terms
+        return terms | attention_terms(out, teacher, lambda values: values.get("worth"))
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        return {"ratio": self.lambda_ratio, "features": self.lambda_features}
+        weights = {"ratio": self.lambda_ratio, "features": self.lambda_features}
+        return weights | ({"attention": self.lambda_attention} if self.asks_attention else {})
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         if depth + 1 not in self.stages:
             return torch.zeros_like(tokens)
         width = self.shape.width
         half, quarter = width // 2, width // 4
-        return tokens * (width * width + width * half + half * quarter + quarter * 2)
+        compared = tokens**2 * self.shape.head_size if self.merge == "nearest" else 0
+        return tokens * (width * width + width * half + half * quarter + quarter * 2) + compared

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ..core.backbone import Shape
 from ..core.cost import keep_for
-from ..core.method import Method, Verdict, check_stages, wide
+from ..core.method import Method, Verdict, check_stages, require, wide
 from ..core.tokens import Probe, Tokens
 from ..ops.merging import Merge
-from ..settings import Budget, Share, Stages
+from ..settings import AtLeast0, Budget, Share, Stages
+from .attended import Merging, attention_terms
+
+if TYPE_CHECKING:
+    from ..core.model import Output
 
 
 class TopK(Method):
@@ -26,15 +32,25 @@ class TopK(Method):
         keep: Share = 0.7,
         budget: Budget = None,
         fuse: bool = False,
+        merge: Merging = "none",
+        lambda_attention: AtLeast0 = 0.0,
     ) -> None:
         """
         stages: patches leave after these blocks. keep: share of the patches that go on at each.
         budget: the share of the static cost (0.67), or GMACs ('3.1G'); sets `keep` in place of the value given.
         fuse: one more token goes on, the mean of those left behind, weighted by the attention they got.
+        merge: what leaves is gone ('none'), or joins the most alike patch that goes on ('nearest', see `AHT`).
+        lambda_attention: weight of a term that has the class token attend at each stage as a teacher's does over all
+            its blocks; 0 is the paper.
         """
         super().__init__()
+        require(
+            not fuse or merge == "none", "fuse = True, merge = nearest", "each is a place for what leaves; take one"
+        )
         self.stages = tuple(sorted(set(stages)))
         self.budget, self.fuse = budget, fuse
+        self.merge, self.lambda_attention = merge, lambda_attention
+        self.asks_attention = bool(lambda_attention)
         self.keep: Tensor
         self.register_buffer("keep", torch.tensor(float(keep)))  # a tensor: turned without compiling anew
         self.operating_point = ("keep", 0.0, 1.0)
@@ -46,7 +62,9 @@ class TopK(Method):
             self.keep.fill_(keep_for(self.budget, shape, self.stages, self.macs, int(self.fuse)))
 
     def probe(self, depth: int) -> Probe:
-        return Probe(attention=depth + 1 in self.stages)
+        judges = depth + 1 in self.stages
+        learns = self.asks_attention and self.training
+        return Probe(attention=judges, attention_learns=judges and learns, merging=judges and self.merge == "nearest")
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
         if depth + 1 not in self.stages:
@@ -54,10 +72,10 @@ class TopK(Method):
         score = tokens.probed.attention
         assert score is not None
         patch = ~tokens.is_prefix
-        rank = tokens.rank(score.masked_fill(~patch, -torch.inf))
+        rank = tokens.rank(score.detach().masked_fill(~patch, -torch.inf))
         # Rounded against noise in the product: 0.7 * 10 is 7, not 8.
         wanted = tokens.per_image((self.keep * tokens.image_sum(wide(patch.to(score.dtype))) - 1e-4).ceil())
-        keep, merge = (rank < wanted) | ~patch, None
+        keep, merge = (rank < wanted) | ~patch, Merge() if self.merge == "nearest" else None
         if self.fuse and "forced" not in tokens.notes:
             leaving = tokens.counted & ~keep
             best = leaving & (rank == wanted)  # the best of those that would leave goes on, as the mean of all of them
@@ -65,9 +83,23 @@ class TopK(Method):
             keep, merge = keep | best, Merge(torch.where(leaving, place, tokens.place), weight=score)
         return Verdict(tokens.decide(depth, keep), record={"score": score}, merge=merge)
 
+    def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
+        if not self.asks_attention:
+            return {}
+        return attention_terms(out, teacher, lambda values: _log(values.get("score")))
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        return {"attention": self.lambda_attention} if self.asks_attention else {}
+
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         if depth + 1 not in self.stages:
             return torch.zeros_like(tokens)
         queries = 1 if self.shape.prefix else tokens
         fused = tokens * self.shape.width if self.fuse else 0
-        return queries * tokens * self.shape.heads * self.shape.head_size + fused
+        compared = tokens**2 * self.shape.head_size if self.merge == "nearest" else 0
+        return queries * tokens * self.shape.heads * self.shape.head_size + fused + compared
+
+
+def _log(score: Tensor | None) -> Tensor | None:
+    return None if score is None else score.clamp_min(1e-6).log()

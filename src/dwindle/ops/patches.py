@@ -1,4 +1,5 @@
-"""Cutting an image into patches and embedding them. The convolution is the definition."""
+"""Cutting an image into patches and embedding them; the convolution is the definition. Images and grids of patches in
+other sizes."""
 
 from __future__ import annotations
 
@@ -63,3 +64,17 @@ class _Cutting(TorchFunctionMode):
 def _only_cuts(kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int) -> bool:
     """Of a convolution: it steps by its own size and does nothing else."""
     return stride == kernel and (padding, dilation, groups) == ((0, 0), (1, 1), 1)
+
+
+def resized(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """(B, C, height, width) in another size, as a photograph is made smaller before it is prepared."""
+    wide = images if images.dtype == torch.float64 else images.float()  # on a CPU torch resamples no bf16
+    return F.interpolate(wide, size=size, mode="bicubic", antialias=True).to(images.dtype)
+
+
+def regridded(stream_BND: Tensor, prefix: int, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """The tokens of one grid of patches on another: a patch's state between those that lie around it."""
+    square = stream_BND[:, prefix:].unflatten(1, old).permute(0, 3, 1, 2)  # (B, D, rows, columns)
+    wide = square if square.dtype == torch.float64 else square.float()
+    patches = F.interpolate(wide, size=new, mode="bilinear").to(square.dtype).flatten(2).transpose(1, 2)
+    return torch.cat([stream_BND[:, :prefix], patches], 1)

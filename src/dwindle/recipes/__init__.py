@@ -1,7 +1,7 @@
 """One function per experiment; its docstring has the exact command, the hardware and the number to expect.
 
 A function of a module here that returns a recipe is what `dwindle train NAME` trains; one that returns a plan is what
-`dwindle compare NAME` compares.
+`dwindle compare NAME` compares. It may take a `preset` (`--preset`) and the `data` set, as `--data` names it.
 """
 
 from __future__ import annotations
@@ -10,21 +10,39 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_type_hints
 
-from ..errors import unknown
+from ..errors import DwindleError, unknown
 from ..experiments.compare import Plan
 from ..train.recipe import Training
 
+DATA_SETS = ("imagenet", "places365", "cifar100")
 
-def find_recipe(name: str) -> Callable[[], Training]:
+
+def find_recipe(name: str) -> Callable[..., Training]:
     """A recipe's function by its name."""
     return _find(name, "recipe", Training)
 
 
-def find_comparison(name: str) -> Callable[[], Any]:
+def find_comparison(name: str) -> Callable[..., Any]:
     """A comparison's function by its name."""
     return _find(name, "comparison", Plan)
+
+
+def made(function: Callable[..., Any], preset: str | None = None, data: str | None = None) -> Any:
+    """What the function gives for these, of which it need not take any."""
+    takes = inspect.signature(function).parameters
+    if preset is not None and "preset" not in takes:
+        raise DwindleError(f"--preset {preset}: {function.__name__} has no presets; leave it out.")
+    given = {"preset": preset, "data": None if data is None else data_set(data)}
+    return function(**{name: value for name, value in given.items() if value is not None and name in takes})
+
+
+def data_set(data: str) -> str:
+    """Which data set lies there, of those that conditions depend on, by the place's name; ImageNet where none does."""
+    place = Path(data).name.lower().replace("-", "")
+    return next((name for name in DATA_SETS if name in place), DATA_SETS[0])
 
 
 def _find(name: str, kind: str, returns: type) -> Callable[[], Any]:

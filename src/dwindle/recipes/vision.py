@@ -8,7 +8,7 @@ from typing import Any
 
 from ..models.adaperceiver.compare import AdaComparison
 from ..models.adaperceiver.recipe import AdaRecipe
-from ..models.vit.compare import Comparison, Entry
+from ..models.vit.compare import GROUNDED, Comparison, Entry
 from ..train.recipe import Recipe
 
 
@@ -267,6 +267,9 @@ def _aht(cost: float, **options: Any) -> dict[str, Any]:
     return {"budget": cost, "stages": stages, "merge": "nearest", "lambda_p": 0.0, **options}
 
 
+_GROUNDED = {"merge": "nearest", "lambda_attention": 0.2}
+
+
 def _cifar100() -> Recipe:
     """The conditions every method on CIFAR-100 shares."""
     return Recipe(
@@ -308,13 +311,20 @@ def cifar100_deit_tiny() -> Comparison:
         static_seeds=seeds,
         entries=(
             Entry("static again", "Static", by_cost={1.0: {}}, costs=(1.0,), seeds=seeds),
-            Entry("AHT", "AHT", by_cost={cost: _aht(cost) for cost in costs}, seeds=seeds),
+            Entry("AHT", "AHT", by_cost={cost: _aht(cost) for cost in costs}, seeds=seeds, label=GROUNDED),
             Entry("TopK", "TopK", seeds=seeds),
             Entry("TopK fused", "TopK", {"fuse": True}),
             Entry("DynamicViT", "DynamicViT"),
             Entry("A-ViT", "AViT", by_cost=targets),
             Entry("ToMe", "ToMe", train="never"),
             Entry("Shallow", "Shallow", by_cost=depths),
+            # Two of three heads, and a third less of all channels.
+            Entry("narrower", "Static", by_cost={0.46: {}}, costs=(0.46,), changes={"heads": 2}),
+            # What the grounded AHT has beside its planners.
+            Entry("TopK merging + attention", "TopK", _GROUNDED),
+            Entry("DynamicViT merging + attention", "DynamicViT", _GROUNDED),
+            Entry("A-ViT merging + attention", "AViT", _GROUNDED, targets),
+            Entry("Random merging", "Random", {"merge": "nearest"}),
             Entry("ACT", "ACT", train="once"),
             Entry("ACT at the budget", "ACT"),
             Entry("PonderNet", "PonderNet", train="once"),
@@ -358,7 +368,7 @@ def imagenet_deit_tiny() -> Comparison:
         base=dataclasses.replace(aht_deit_tiny_imagenet(), method_options={}, resident=True),
         pretrained_static=True,
         entries=(
-            Entry("AHT", "AHT", by_cost={cost: _aht(cost, hidden=192) for cost in costs}),
+            Entry("AHT", "AHT", by_cost={cost: _aht(cost, hidden=192) for cost in costs}, label=GROUNDED),
             Entry("TopK", "TopK"),
             Entry("DynamicViT", "DynamicViT"),
             Entry("A-ViT", "AViT", by_cost={cost: {"target_depth": 12 * cost} for cost in costs}),
@@ -378,5 +388,9 @@ def tiny_compare() -> Comparison:
         base=dataclasses.replace(tiny_test(), eval_every=2),
         costs=(0.7,),
         adapted=True,
-        entries=(Entry("AHT", "AHT", {"stages": (2, 4)}), Entry("ToMe", "ToMe", train="never")),
+        entries=(
+            Entry("AHT", "AHT", {"stages": (2, 4)}, label=GROUNDED),
+            Entry("Random", "Random", {"stages": (2, 4)}),
+            Entry("ToMe", "ToMe", train="never"),
+        ),
     )

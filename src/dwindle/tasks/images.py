@@ -114,7 +114,7 @@ class ImageTask(Task):
 
     def _count_steps(self, pairs: bool = False) -> None:
         recipe, count = self.recipe, len(self.train_images)
-        self.batch = min(recipe.batch, count // ranks.world())
+        self.batch = min(recipe.share(ranks.world()), count // ranks.world())
         if pairs:  # images are mixed in pairs
             self.batch -= self.batch % 2
         if not self.batch:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core import processes as ranks
 from ..core.backbone import backbone_of
 from ..core.heads import PatchHead
 from ..core.model import AdaptiveViT
@@ -17,6 +18,7 @@ from ..io.config import read_config
 from ..io.datasets import Images
 from ..io.encoders import timm_vit
 from ..tasks.images import is_checkpoint
+from .narrow import narrowed
 
 if TYPE_CHECKING:
     from .recipe import Recipe
@@ -47,6 +49,9 @@ def build_vit(recipe: Recipe, classes: int | None) -> Any:
     backbone = backbone_of(vit)
     if classes not in (None, backbone.shape.classes):
         backbone.reset_head(classes)
+    if recipe.heads is not None:
+        vit = narrowed(vit, recipe.heads)
+        backbone = backbone_of(vit)
     if recipe.image_size and backbone.shape.image != (recipe.image_size, recipe.image_size):
         if not hasattr(vit, "set_input_size"):
             raise DwindleError(
@@ -69,6 +74,24 @@ def build_head(recipe: Recipe, width: int, outputs: int) -> PatchHead:
     return head
 
 
+def fill_method(model: AdaptiveViT, recipe: Recipe) -> None:
+    """The method as it was trained in the checkpoint that the backbone came from: planners, scalars, bar."""
+    if recipe.weights is None or not is_checkpoint(recipe.weights):
+        raise DwindleError(
+            f"keep_method = True: weights = {recipe.weights} is no checkpoint whose method could go on; give the "
+            "folder of a training, by --set weights=FOLDER."
+        )
+    folder = find(recipe.weights)
+    config, name = read_config(folder), type(model.method).__name__
+    if config["method"]["name"] != name:
+        raise DwindleError(
+            f"keep_method = True: {recipe.weights} holds {config['method']['name']}, but the recipe trains {name}; "
+            "give a checkpoint of that method."
+        )
+    held = {n.removeprefix("method."): w for n, w in read_both(folder, config).items() if n.startswith("method.")}
+    fill(model.method, held, folder)
+
+
 def _from_checkpoint(recipe: Recipe) -> Any:
     assert recipe.weights is not None
     described = read_config(find(recipe.weights))["backbone"]
@@ -82,12 +105,13 @@ def _from_checkpoint(recipe: Recipe) -> Any:
 
 def parameter_groups(model: AdaptiveViT, recipe: Recipe) -> list[dict[str, Any]]:
     """The backbone and what was added each at its learning rate; no decay for vectors, scalars and embeddings."""
+    scale = recipe.scaled(ranks.world())
     undecayed = set(getattr(model.vit, "no_weight_decay", set)())
     groups: dict[tuple[float, float, bool], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        lr = recipe.method_lr if name.startswith(ADDED) else recipe.lr
+        lr = scale * (recipe.method_lr if name.startswith(ADDED) else recipe.lr)
         plain = parameter.dim() <= 1 or name.removeprefix("vit.") in undecayed
         scalar = not parameter.dim()  # apart from the rest, which may be sharded: torch updates one kind at a time
         groups.setdefault((lr, 0.0 if plain else recipe.weight_decay, scalar), []).append(parameter)

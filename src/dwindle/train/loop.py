@@ -211,8 +211,11 @@ class Run:
         self.noted = len(self.history)
         self.task.check_state(state, self.out)
         randoms = state["random"]
-        if len(randoms) != ranks.world():
-            raise DwindleError(f"{self.out} was started by {len(randoms)} processes; resume with as many.")
+        if len(randoms) != ranks.world() and not getattr(self.recipe, "global_batch", 0):
+            raise DwindleError(
+                f"{self.out} was started by {len(randoms)} processes; resume with as many (a run whose batch was given "
+                "by global_batch goes on with any number)."
+            )
         try:
             if self.sharded:
                 load_full_state(self.model, state["model"], self.optimizer, state["optimizer"])
@@ -226,7 +229,10 @@ class Run:
             self.average.module.load_state_dict(state["average"])
         if not self.sharded:
             self.optimizer.load_state_dict(state["optimizer"])
-        restore_random(randoms[ranks.rank()], self.device)
+        if len(randoms) == ranks.world():
+            restore_random(randoms[ranks.rank()], self.device)
+        else:  # what images are seen, and how, follows from seed, epoch and image; chance, such as dropout, begins anew
+            torch.manual_seed(mix(self.recipe.seed, self.step, ranks.rank()))
 
 
 def check_task(recipe: Training) -> type[Learner]:

@@ -76,8 +76,14 @@ class Recipe(Training):
     model: str = "deit_small_patch16_224"  # timm model name
     weights: str | None = "pretrained"  # 'pretrained' (timm's on the Hub), a .safetensors/.pth file, a checkpoint, None
     image_size: ImageSize | None = None  # None: the model's own
+    heads: Whole1 | None = None  # so many of the model's, and the channels that go with them; None: all
 
     epochs: Whole1 = 50
+    global_batch: Batch | Literal[0] = 0  # images of a step, of all processes together, in place of `batch`; 0: so many
+    # times `batch`
+    lr_batch: Batch | Literal[0] = 0  # the batch, of all processes, that lr is meant for: with another it is scaled, in
+    # proportion; 0: lr is as given
+    keep_method: bool = False  # the method goes on as it was trained in the checkpoint `weights`, not as it begins
     method_lr: AtLeast0 = 1e-3  # planners and scalars start from nothing, the backbone does not
     warmup_epochs: AtLeast0 = 1.0
     smoothing: Share = 0.1
@@ -119,6 +125,18 @@ class Recipe(Training):
             named = self.augment.startswith("rand")
             require(named, f"augment = {self.augment}", "it names timm's RandAugment, such as rand-m9-mstd0.5-inc1")
             planner(self.augment, 224, (0.5, 0.5, 0.5), "bicubic")
+
+    def share(self, processes: int) -> int:
+        """Images of a step of one of so many processes."""
+        if not self.global_batch:
+            return self.batch
+        fits = self.global_batch % processes == 0
+        require(fits, f"global_batch = {self.global_batch}", f"{processes} processes must share it evenly")
+        return self.global_batch // processes
+
+    def scaled(self, processes: int) -> float:
+        """What learning rates are multiplied by: linear in the batch."""
+        return self.share(processes) * processes / self.lr_batch if self.lr_batch else 1.0
 
     def learner(self) -> type[Learner]:
         return ViTLearner

@@ -20,7 +20,7 @@ from ..io.checkpoint import load_as
 from ..io.images import Preprocess
 from ..methods import Method
 from ..methods.static import Static
-from .build import build_head, build_vit, parameter_groups, teacher_classes
+from .build import build_head, build_vit, fill_method, parameter_groups, teacher_classes
 from .learner import Learner
 from .schedule import cosine, rise
 from .teacher import Teacher, fast
@@ -52,6 +52,8 @@ class ViTLearner(Learner):
         method = recipe.make_method()
         self.teacher = self._teacher(vit, method)
         self.model = adapt(vit, method, head).to(device)
+        if recipe.keep_method:
+            fill_method(self.model, recipe)
         preprocess, patch = Preprocess(**self.model.backbone.preprocess), shape.patch
         if any(preprocess.size % side for side in patch):
             raise DwindleError(

@@ -158,7 +158,7 @@ class AdaLearner(Learner):
         ends = [0, *(end * each for end in (recipe.ends() if recipe.restart else [recipe.epochs]))]
         at, total = step - ends[stage], max(ends[stage + 1] - ends[stage], 1)
         warm = min(int(recipe.warmup_epochs * each), total // 2)
-        peak = recipe.lr * recipe.stage_lr[stage]
+        peak = recipe.scaled(1) * recipe.lr * recipe.stage_lr[stage]
         rate = rise(at, warm, LEAST, peak) if at < warm else cosine(at - warm, total - warm, peak, min(LAST, peak))
         return rate * group["share"]
 

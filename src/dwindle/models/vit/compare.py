@@ -24,6 +24,7 @@ from ...train.recipe import Recipe
 from ...train.state import STATE
 
 STATIC = "static"
+GROUNDED = "AHT, grounded"  # so that nobody takes it for the method as printed
 COLUMNS = ["name", "asked", "cost", "gmacs", "top1", "spread", "gap", "seeds", "images_per_s"]
 
 
@@ -42,6 +43,13 @@ class Entry:
     seeds: tuple[int, ...] | None = None
     changes: dict[str, Any] = field(default_factory=dict)  # of the recipe; must be told beside the result
     group: str = "methods"  # rows of the table that belong together
+    label: str | None = None  # as tables and figures call it; None: its name, which `--only` takes
+
+
+# What anybody would try first. A comparison has them beside its own entries.
+RIVALS = (Entry("Resolution", "Resolution"), Entry("Random", "Random"), Entry("Shallow", "Shallow"))
+# Settings of a recipe by which the network is another one, which costs something else to begin with.
+OTHER = ("model", "heads", "image_size")
 
 
 @dataclass(frozen=True)
@@ -56,11 +64,18 @@ class Comparison(Plan):
     changes: dict[str, Any] = field(default_factory=dict)  # of the recipe, for all but the static model
     reference: str = STATIC  # the entry the others are measured against
     pretrained_static: bool = False  # the static model is the weights as they are: nothing to train
+    rivals: tuple[Entry, ...] = RIVALS  # compared too, but for those that `entries` have by the same name
 
     part = "entry"
 
     def names(self) -> list[str]:
-        return [STATIC, *(entry.name for entry in self.entries)]
+        return [STATIC, *(entry.name for entry in self.compared)]
+
+    @property
+    def compared(self) -> tuple[Entry, ...]:
+        """All entries."""
+        own = {entry.name for entry in self.entries}
+        return (*self.entries, *(rival for rival in self.rivals if rival.name not in own))
 
     def jobs(self, work: Compare) -> Iterator[Job]:
         for seed in self.static_seeds:
@@ -68,7 +83,7 @@ class Comparison(Plan):
             needs = _static_folder(work, seed) / "config.json"
             make = partial(self._static, work, recipe)
             yield Job(STATIC, recipe, self._conditions(work, recipe), make, 1.0, needs)
-        for entry in self.entries:
+        for entry in self.compared:
             for seed in entry.seeds or self.seeds:
                 for cost in entry.costs or self.costs:
                     recipe = self._recipe(work, entry, cost, seed)
@@ -81,9 +96,11 @@ class Comparison(Plan):
 
     def report(self, name: str, found: Sequence[dict[str, Any]], folder: Path) -> Report:
         rows, plot = summarised(found, self.reference), folder / "tradeoff.png"
-        save_figure(tradeoff(rows, name, self.reference), plot)
-        lines = [["" if row[c] is None else row[c] for c in COLUMNS] for row in rows]
-        return Report(rows, [(name, COLUMNS, lines)], markdown(rows, self.reference), {"plot": str(plot)})
+        labels = {entry.name: entry.label for entry in self.compared if entry.label}
+        told = [row | {"name": labels.get(row["name"], row["name"])} for row in rows]
+        save_figure(tradeoff(told, name, self.reference), plot)
+        lines = [["" if row[c] is None else row[c] for c in COLUMNS] for row in told]
+        return Report(rows, [(name, COLUMNS, lines)], markdown(told, self.reference), {"plot": str(plot)})
 
     def _conditions(self, work: Compare, recipe: Recipe) -> dict[str, Any]:
         from_static = recipe.weights is not None and Path(recipe.weights).parent == work.out
@@ -135,7 +152,7 @@ class Comparison(Plan):
         set_by_recipe = point is None or {"budget", point[0]} & recipe.method_options.keys()
         if entry.train == "once" or not set_by_recipe:  # its cost followed from training alone
             calibrate(model, run.task.typical(), cost)
-        found = _measured(run, model, entry.group)
+        found = _measured(run, model, entry.group, work.loaded(static) if entry.changes.keys() & OTHER else None)
         if entry.train == "each" and not set_by_recipe:  # before the result, which once there is not made again
             names = ("top1", "top5", "gmacs", "gmacs_static", "depth", "images", "images_per_s")
             save(model, folder, extra={"results": {n: found[n] for n in names} | run.task.about()})
@@ -154,9 +171,12 @@ def _static_made(work: Compare, seed: int) -> Path:
     return folder
 
 
-def _measured(run: Run, model: AdaptiveViT, group: str) -> dict[str, Any]:
+def _measured(run: Run, model: AdaptiveViT, group: str, static: AdaptiveViT | None = None) -> dict[str, Any]:
+    """static: what the cost is a share of, where that is not the model with nothing halted."""
     packed, masked = run.evaluate(model=model), run.evaluate(model=model, layout="masked")
     seconds, teacher = run.seconds_per_epoch, run.learner.teacher
+    if static is not None:
+        packed["gmacs_static"] = round(static.static_macs() / 1e9, 4)
     speed = run.steps_per_epoch * run.task.batch / seconds if seconds else None
     return {
         "group": group,

@@ -1,0 +1,124 @@
+"""Every recipe of a paper builds, and takes two steps on made data."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import dwindle
+from dwindle.recipes import data_set, find_recipe, made, papers
+from dwindle.train.loop import Run
+from dwindle.train.recipe import Recipe, changed
+
+# The same at a size that two steps on a CPU take a moment for: twelve blocks, as the papers' models have.
+SMALL = ["model=vit_tiny_patch16_224", "image_size=32", "workers=0", "global_batch=4", "epochs=1", "warmup_epochs=0"]
+PRESETS = ("high_accuracy", "balanced", "high_efficiency")
+RECIPES = [
+    *[(name, preset) for name in ("aht_printed", "aht_grounded") for preset in PRESETS],
+    *[(name, None) for name in ("static_deit_small", "dynamicvit_deit_small", "avit_deit_small", "avit_deit_tiny")],
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    root, generator = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in ("left", "right"):
+            (root / split / name).mkdir(parents=True)
+            for i in range(4):
+                pixels = generator.integers(0, 256, (40, 40, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{i}.png")
+    return str(root)
+
+
+def two_steps(recipe: Recipe, data: str, out) -> Run:
+    run = Run(recipe, data, out, device="cpu")
+    assert (run.task.batch, run.steps_per_epoch) == (4, 2)
+    run.model.train()
+    for x, y in run.task.batches(train=True):
+        terms = run._step(x, y)
+        assert terms["total"].isfinite()
+    assert run.step == 2
+    return run
+
+
+@pytest.mark.parametrize(("name", "preset"), RECIPES)
+def test_two_steps(name, preset, data, tmp_path):
+    recipe = made(find_recipe(name), preset, "imagenet")
+    assert (recipe.global_batch, recipe.lr_batch, recipe.weight_decay) == (1024, 1024, 0.05)
+    assert recipe.augment.startswith("rand") and not recipe.mixup
+    small = dataclasses.replace(changed(recipe, SMALL), weights=None, teacher=None)  # a new head has nothing to teach
+    run = two_steps(small, data, tmp_path / "run")
+    assert run.optimizer.param_groups[0]["peak"] in (recipe.lr / 256, recipe.method_lr / 256)  # 4 images for 1,024
+
+
+def test_the_conditions_are_those_printed():
+    table_2 = zip(PRESETS, ((1e-3, 1.0), (5e-2, 0.5), (1e-2, 0.2)), (0.83, 0.67, 0.52))
+    for preset, weights, budget in table_2:
+        recipe = papers.aht_printed(preset)
+        method = recipe.make_method()
+        assert (method.lambda_p, method.lambda_t) == weights and method.stages == (3, 6, 9)
+        assert (recipe.model, recipe.epochs, recipe.lr) == ("deit_small_patch16_224", 50, 1e-4)
+        assert method.config == dwindle.AHT.as_printed(preset).config
+        assert papers.aht_grounded(preset).make_method().budget == budget
+    avit = papers.avit_deit_tiny()
+    assert (avit.model, avit.epochs, avit.lr) == ("deit_tiny_patch16_224", 100, 1.5e-3)
+    method = avit.make_method()
+    assert (method.alpha_p, method.alpha_d, method.gamma.item(), method.beta.item()) == (5e-4, 0.1, 5.0, -10.0)
+    assert papers.dynamicvit_deit_small().make_method().keep == pytest.approx(0.7)
+    assert papers.aht_printed(data="cifar100").min_scale > papers.aht_printed(data="places365").min_scale
+
+
+def test_the_method_comes_along_to_another_data_set(data, tmp_path):
+    """Table 4: planners, gamma, beta and bar go on; the head is new."""
+    small = [*SMALL, "method.stages=(3,6)"]
+    first = changed(dataclasses.replace(papers.aht_grounded(), weights=None, teacher=None), small)
+    run = two_steps(first, data, tmp_path / "first")
+    with torch.no_grad():
+        run.model.method.bar.fill_(0.25)
+        run.model.method.gamma.fill_(1.5)
+    dwindle.save(run.model, tmp_path / "first")
+    other = tmp_path / "other"
+    for split in ("train", "val"):  # another data set: three classes
+        for i, name in enumerate("abc"):
+            (other / split / name).mkdir(parents=True)
+            for path in sorted((tmp_path / data / split).rglob("*.png"))[i::3]:
+                (other / split / name / f"{path.parent.name}{path.name}").symlink_to(path)
+    second = changed(papers.aht_grounded_transfer("balanced", "cifar100"), [*small, f"weights={tmp_path / 'first'}"])
+    moved = Run(second, str(other), tmp_path / "second", device="cpu")
+    assert moved.model.classes == 3 and moved.model.method.bar == 0.25 and moved.model.method.gamma == 1.5
+    before = load_file(tmp_path / "first" / "model.safetensors")
+    for name, value in moved.model.method.state_dict().items():
+        assert torch.equal(value, before[f"method.{name}"]), name
+    with pytest.raises(dwindle.DwindleError, match="holds AHT, but the recipe trains AViT"):
+        Run(changed(dataclasses.replace(second, method_options={}), ["method=AViT"]), str(other), tmp_path / "x")
+    with pytest.raises(dwindle.DwindleError, match="is no checkpoint whose method could go on"):
+        Run(dataclasses.replace(second, weights=None), str(other), tmp_path / "x")
+
+
+def test_a_batch_of_all_processes():
+    recipe = Recipe(global_batch=64, lr_batch=256)
+    assert [recipe.share(processes) for processes in (1, 2, 8)] == [64, 32, 8]
+    assert {recipe.scaled(processes) for processes in (1, 2, 8)} == {0.25}
+    plain = Recipe(batch=64)
+    assert plain.share(2) == 64 and plain.scaled(2) == 1.0 and dataclasses.replace(plain, lr_batch=256).scaled(2) == 0.5
+    with pytest.raises(dwindle.DwindleError, match="global_batch = 64: 3 processes must share it evenly"):
+        recipe.share(3)
+
+
+def test_arguments_of_a_recipe():
+    assert [data_set(place) for place in ("imagenet", "x/CIFAR-100", "/d/places365_standard/", "photos")] == [
+        *("imagenet", "cifar100", "places365", "imagenet"),
+    ]
+    assert made(find_recipe("aht_printed"), "high_efficiency", "x/cifar100") == papers.aht_printed(
+        "high_efficiency", "cifar100"
+    )
+    with pytest.raises(dwindle.DwindleError, match="Unknown preset 'balance'"):
+        made(find_recipe("aht_printed"), "balance")
+    with pytest.raises(dwindle.DwindleError, match="--preset balanced: tiny_test has no presets"):
+        made(find_recipe("tiny_test"), "balanced")
