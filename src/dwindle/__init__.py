@@ -8,6 +8,7 @@ from .core.tokens import Tokens
 from .core.trace import Trace
 from .errors import DwindleError
 from .evaluate.evaluate import calibrate
+from .evaluate.speedup import speedup
 from .io.checkpoint import load, save
 from .methods import Method, Verdict
 from .methods.aht import AHT
@@ -34,6 +35,7 @@ __all__ = [
     "calibrate",
     "load",
     "save",
+    "speedup",
 ]
 
 

@@ -13,32 +13,45 @@ from ..evaluate.calibration import CERTAINTY, Wish, keep_promise
 from ..evaluate.embed import embed as embed_all
 from ..evaluate.evaluate import meet
 from ..evaluate.fidelity import agreement, static_twin
-from ..evaluate.readers import halves, tensors, unlabelled
+from ..evaluate.readers import compared_images, halves, tensors, unlabelled
+from ..evaluate.speedup import BUDGETS
+from ..evaluate.speedup import speedup as look_for
+from ..files import check_folder
 from ..io.card import write_card
 from ..io.checkpoint import save
 from ..io.encoders import adapted_encoder
 from ..io.images import preprocess_of
 from ..io.promise import told
-from ..runtime.dtypes import check_runs, converted
+from ..runtime.dtypes import check_runs, converted, dtype_of
 from ..runtime.export import check_images
+from ..show.drawing import save_figure
+from ..show.frontier import frontier
 from ..show.terminal import (
     Batch,
     Device,
     Dtype,
     Limit,
     PerCore,
+    Seconds,
     Share,
     Workers,
+    aside,
+    at_least,
     check_loading,
     console,
     device_for,
     finish,
+    numbers,
+    percent,
     plain,
     progress_bar,
     show_table,
     tell_images,
+    ticking,
 )
 
+COMPARED = 64
+SHOWN = ("name", "cost", "patch_cosine", "class_cosine", "neighbours", "top1", "drop", "ms", "speedup", "kept")
 Encoder = Annotated[str, typer.Argument(help="A timm name, a folder of Hugging Face's or a checkpoint.")]
 Photos = Annotated[str, typer.Option("--data", help="A folder of images, with or without classes; or what eval takes.")]
 Weights = Annotated[
@@ -63,9 +76,10 @@ def opened(
     budget: float | None,
     dtype: str,
     device: str,
+    plain_ones: str = "ToMe",
 ) -> AdaptiveViT:
-    """The model that a command names, adapted, on its device."""
-    model, fresh = adapted_encoder(source, weights, image_size, method, budget)
+    """The model that a command names, on its device; adapted by `method`, by itself `plain_ones`, if it was not."""
+    model, fresh = adapted_encoder(source, weights, image_size, method, budget, plain_ones)
     if not fresh and budget is not None:
         meet(model, check_images(model), budget)
     return converted(model, dtype, device).to(device).eval()
@@ -196,6 +210,70 @@ def embed(
         if result["promise"] is not None:
             console.print(plain(f"Promise: {told(result['promise'])}."), soft_wrap=True)
         finish(result)
+
+
+def speedup(
+    model: Encoder,
+    data: Photos,
+    max_drop: Annotated[
+        str | None, typer.Option(help="Points of accuracy that may go, 1%; without labels, of images' classes.")
+    ] = None,
+    patch_cosine: Annotated[float | None, typer.Option(help="Least mean cosine of patches to the static ones.")] = None,
+    class_cosine: Annotated[float | None, typer.Option(help="The same of the class token or pooled embedding.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the winner's checkpoint, the table and the plot.")] = Path(
+        "dwindle-speedup"
+    ),
+    budgets: Annotated[str, typer.Option(help="Shares of the static cost to try.")] = ",".join(map(str, BUDGETS)),
+    batch: Annotated[int, typer.Option(help="Images of what is timed.")] = 1,
+    limit: Annotated[int, typer.Option(help="Images to compare on, drawn at random.")] = COMPARED,
+    seconds: Seconds = 10.0,
+    weights: Weights = None,
+    image_size: ImageSize = None,
+    device: Device = None,
+    dtype: Dtype = "fp32",
+) -> None:
+    """The frontier, and the winner."""
+    check_loading(batch, limit)
+    at_least(seconds=(seconds, 0))
+    place = device_for(device)
+    check_runs(dtype, place)
+    check_folder(out)
+    tried = numbers("--budgets", budgets, float)
+    source = opened(model, weights, image_size, None, None, dtype, place, plain_ones="Static")
+    images, labels, about = compared_images(source, data, limit)
+    with progress_bar() as bar:
+        result = look_for(
+            source,
+            images.to(dtype_of(source)),
+            labels=labels,
+            patch_cosine=patch_cosine,
+            class_cosine=class_cosine,
+            max_drop=None if max_drop is None else percent("--max-drop", max_drop),
+            budgets=tried,
+            batch=batch,
+            seconds=seconds,
+            progress=ticking(bar),
+        )
+    rows = [row.about for row in result.rows]
+    columns = [name for name in SHOWN if any(name in row for row in rows)]
+    lines = [[row.get(name, "") for name in columns] for row in rows]
+    ways = ", ".join(f"{name} {ms:.1f} ms" for name, ms in result.static.items())
+    show_table(f"{model} on {data}, batch {batch}; static: {ways}", columns, lines)
+    for what, why in result.left_out.items():
+        aside.print(plain(f"left out {what}: {why}"), soft_wrap=True)
+    console.print(plain(result.said), soft_wrap=True)
+    measured = "top1" if any("top1" in row for row in rows) else "patch_cosine"
+    out.mkdir(parents=True, exist_ok=True)
+    plot = save_figure(frontier(rows, measured, f"{model}: {result.said}"), out / "frontier.png")
+    summary = result.about | {"plot": str(plot), "batch": batch, "dtype": dtype, "device": place, **about}
+    if result.model is not None:
+        extra = {"preprocess": preprocess_of(source).to_dict(), "speedup": summary}
+        kept = getattr(source, "extra", {}) | extra
+        save(result.model.float().cpu(), out, extra=kept)
+        write_card(out)
+        summary["out"] = str(out)
+        console.print(plain(f"Saved in {out}: dwindle.load({str(out)!r})"), soft_wrap=True)
+    finish(summary)
 
 
 def _static(source: str, dtype: str, place: str) -> AdaptiveViT:

@@ -38,6 +38,11 @@ COMMANDS = {  # the module here that has a function of that name, and what it do
         "How close a model's features are to the static model's, on unlabelled images; and the cheapest setting that "
         "keeps a promise of it.",
     ),
+    "speedup": (
+        "encoders",
+        "What can be had of a model without training: fidelity and time at several budgets and of smaller images. The "
+        "winner is saved.",
+    ),
     "embed": (
         "encoders",
         "Embeddings of millions of images in one parquet file, with patch features where wanted. A killed run goes on "

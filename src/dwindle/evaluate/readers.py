@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..errors import DwindleError
 from ..io.batches import loader
-from ..io.datasets import Images, from_file, limit
+from ..io.classes import known_classes
+from ..io.datasets import Images, from_file, limit, matched
 from ..io.folders import NoSplit, image_files
 from ..io.images import preprocess_of
 from ..io.opening import open_data
 
+AT_ONCE = 16
 CALIBRATED = 500  # images at most: their static features are held
 
 
@@ -57,3 +61,16 @@ def halves(images: Images) -> tuple[Images, Images]:
     order = np.random.default_rng(0).permutation(len(images))
     middle = min((len(order) + 1) // 2, CALIBRATED)
     return images.select(np.sort(order[:middle])), images.select(np.sort(order[middle:]))
+
+
+def compared_images(model: Any, data: str, count: int) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """So many images in one tensor, their labels where the model knows them, and what is said of them."""
+    images, labels = unlabelled(model, data, count), None
+    if model.classes and model.dense_head is None and (images.labels >= 0).all():
+        with suppress(DwindleError):  # classes that the model does not know
+            images = matched(images, known_classes(model), model.classes)
+            labels = True
+    batches = list(loader(images, AT_ONCE))
+    x = torch.cat([x for x, _ in batches])
+    y = torch.cat([y for _, y in batches]) if labels else None
+    return x, y, images.about()

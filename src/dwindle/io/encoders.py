@@ -150,12 +150,13 @@ def adapted_encoder(
     image_size: int | None = None,
     method: str | None = None,
     budget: float | None = None,
+    by_itself: str = "ToMe",
 ) -> tuple[AdaptiveViT, bool]:
     """The model adapted, and whether it was adapted here: a plain one by a method that needs no training.
 
-    method: of a plain model, by itself ToMe; budget: its share of the static cost, by itself 0.5.
+    method: of a plain model; None: `by_itself`. budget: its share of the static cost, by itself 0.5.
     """
-    chosen = untrained(method or "ToMe", budget)
+    chosen = untrained(method or by_itself, budget)
     model = open_encoder(source, weights, image_size)
     if isinstance(model, AdaptiveViT):
         if method is not None:

@@ -159,6 +159,17 @@ def check_loading(batch: int, limit: int | None, holdout: float | None = None) -
         raise DwindleError(f"--holdout {holdout}: it is a share, from 0 to below 1.")
 
 
+def percent(option: str, text: str) -> float:
+    """Points: '1%', or '1'."""
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 100:
+        raise DwindleError(f"{option} {text}: expected points from 0 to 100, such as 1%.")
+    return value
+
+
 def numbers(option: str, text: str, kind: Any) -> list[Any]:
     try:
         values = [kind(part) for part in text.split(",")]
