@@ -52,6 +52,11 @@ class ToMe(Method):
         require(r is None or budget is None, f"r = {r}, budget = {budget!r}", "each sets the other; give one of them")
         self.r, self.budget = 8.0 if r is None else float(r), budget
 
+    @classmethod
+    def for_features(cls, r: float | None = None, budget: Budget = None) -> Self:
+        """With settings for features that stay close to the static model's, found on an untrained DINOv2 ViT-S/14."""
+        return cls(r, budget, alike="states", even=0.1, until=2 / 3, proportion=0.6)
+
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
         self.operating_point = ("r", shape.tokens() / 2, 0.0)
