@@ -168,9 +168,9 @@ OLDER: dict[str, Answers] = {"segmentation": "maps", "depth": "maps", "language"
 def answers_of(model: Any) -> tuple[str, Answers]:
     """The task a model was trained for, and what its answers are; those of one that was never trained are classes."""
     extra = getattr(model, "extra", {})
-    said = extra.get("task")
-    if isinstance(said, dict) and said.get("answers") in SAID and isinstance(said.get("name"), str):
-        return said["name"], said["answers"]
+    kept = extra.get("task")
+    if isinstance(kept, dict) and kept.get("answers") in SAID and isinstance(kept.get("name"), str):
+        return kept["name"], kept["answers"]
     recipe = extra.get("recipe", {})
     if recipe.get("distill") == "features":
         return "features", "features"
