@@ -94,7 +94,7 @@ BACKBONES: dict[str, Callable[[], nn.Module]] = {
     "rope_mixed": lambda: Eva(**TINY, **ROTARY, rope_type="mixed", attn_type="rope", global_pool="token"),
     "beit": lambda: Beit(**TINY, use_rel_pos_bias=True, init_values=0.5),
     "relative": lambda: VisionTransformerRelPos(**TINY, rel_pos_type="bias", shared_rel_pos=True, class_token=True),
-    "naflex": lambda: NaFlexVit(**TINY, rope_type="axial", class_token=False, global_pool="map"),
+    "naflex": lambda: NaFlexVit(**TINY, rope_type="axial", class_token=False, global_pool="avg"),
     "hf_vit": lambda: _hf("ViTForImageClassification", "ViTConfig"),
     "hf_deit": lambda: _hf("DeiTForImageClassification", "DeiTConfig"),
     "hf_deit_teacher": lambda: _hf("DeiTForImageClassificationWithTeacher", "DeiTConfig"),

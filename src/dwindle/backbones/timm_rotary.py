@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -70,9 +71,14 @@ class TimmEva(Rotary):
 
     def _table(self, images: Tensor) -> Tensor:
         rope, size = self.vit.rope, (images.shape[-2], images.shape[-1])
-        if self.any_size or size != self.image or not hasattr(rope, "feat_shape"):
+        if self.any_size or not hasattr(rope, "feat_shape"):
             return super()._table(images)
-        table: Tensor = rope.get_embed()  # of the grid it was built for, which it keeps
+        if size != self.image:
+            if not getattr(rope, "_use_cached_embed", False):
+                return super()._table(images)
+            rope = copy.deepcopy(rope)  # it keeps the table of one grid, and scales the others to it
+            rope.update_feat_shape(self.shape.grid(size))
+        table: Tensor = rope.get_embed()
         return table
 
 
