@@ -55,7 +55,7 @@ def test_masked_is_packed(backbone, method, device):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("backbone", ["vit", "average", "hf_dinov2"])
+@pytest.mark.parametrize("backbone", ["vit", "average", "eva02", "beit", "hf_dinov2"])
 @torch.no_grad()
 def test_masked_is_packed_tighter_in_double(backbone, method):
     model = build(backbone, METHODS[method](), torch.float64)
@@ -82,7 +82,7 @@ def test_nothing_halted_is_the_wrapped_model(backbone, method, layout):
 
 @pytest.mark.parametrize("layout", ["packed", "masked"])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("backbone", ["vit", "registers", "average", "hf_deit_teacher"])
+@pytest.mark.parametrize("backbone", ["vit", "registers", "average", "dinov3", "beit", "hf_deit_teacher"])
 @torch.no_grad()
 def test_an_image_does_not_depend_on_its_batch(backbone, method, layout):
     model = build(backbone, METHODS[method]())
@@ -145,7 +145,7 @@ def test_gradients_of_masked_and_packed_agree(method):
 
 @torch.no_grad()
 def test_other_image_sizes_where_the_backbone_takes_them():
-    for backbone in ("dynamic", "hf_vit", "hf_dinov2"):
+    for backbone in ("dynamic", "dinov3", "naflex", "hf_vit", "hf_dinov2"):
         model = build(backbone, METHODS["AHT"]())
         images = torch.randn(2, 3, 48, 64)
         packed, masked = model(images, layout="packed"), model(images, layout="masked")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import dwindle
@@ -35,20 +36,21 @@ def test_readme_example():
 
 @pytest.mark.parametrize(
     "name",
-    ["swin_tiny_patch4_window7_224", "resnet18", "vit_base_patch16_rope_reg1_gap_256", "vit_tiny_r_s16_p8_224"],
+    ["swin_tiny_patch4_window7_224", "resnet18", "mobilevitv2_050", "levit_128s"],
 )
 def test_models_that_cannot_be_wrapped(name):
     with pytest.raises(dwindle.DwindleError, match="cannot be adapted"), torch.device("meta"):
         dwindle.adapt(timm.create_model(name), dwindle.AHT())
 
 
-def test_parallel_blocks_and_other_huggingface_models_are_refused():
-    from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
+def test_blocks_of_ones_own_and_other_huggingface_models_are_refused():
+    class Bare(torch.nn.Module):
+        def __init__(self, dim, **options):
+            super().__init__()
+            self.token_mixer = torch.nn.Linear(dim, dim)
 
-    vit = VisionTransformer(
-        img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, block_fn=ParallelScalingBlock
-    )
-    with pytest.raises(dwindle.DwindleError, match="no separate attention"):
+    vit = VisionTransformer(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, block_fn=Bare)
+    with pytest.raises(dwindle.DwindleError, match="its Bare has no separate attention"):
         dwindle.adapt(vit, dwindle.Static())
     transformers = pytest.importorskip("transformers", reason="extra `hf` is not installed")
     config = transformers.BeitConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)

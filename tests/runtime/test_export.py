@@ -33,7 +33,10 @@ def test_the_recorded_layout_decides_as_the_packed_one(method):
     torch.testing.assert_close(model.macs(padded.trace), model.macs(wanted.trace))
 
 
-@pytest.mark.parametrize("backbone", ["distilled", "average", "registers", "hf_vit"])
+OF_EACH_KIND = ("distilled", "average", "registers", "parallel", "stem", "rope_mixed", "dinov3", "beit", "relative")
+
+
+@pytest.mark.parametrize("backbone", [*OF_EACH_KIND, "naflex", "hf_vit"])
 def test_every_kind_of_backbone(backbone):
     assert backbone in BACKBONES
     model = build(backbone, METHODS["AHT_merge"]())
@@ -46,7 +49,7 @@ def test_every_kind_of_backbone(backbone):
 
 @pytest.mark.parametrize("moves", [(), (2,), (1, 3)])
 @pytest.mark.parametrize("method", ["AHT_merge", "AHT_rest", "AHT_class", "AViT", "TopK_fused", "ToMe"])
-@pytest.mark.parametrize("backbone", ["distilled", "average"])
+@pytest.mark.parametrize("backbone", ["distilled", "average", "dinov3", "beit"])
 def test_when_rows_are_moved_changes_nothing(backbone, method, moves):
     model = build(backbone, METHODS[method]())
     images = images_for(model)

@@ -42,6 +42,13 @@ class Shape:
     token_macs: int  # embedding, per patch
     image_macs: int  # head, per image
     pool_macs: int  # attention pooling in the readout, per patch, halted or not
+    pair_macs: int | None = (
+        None  # the products of attention in one block, per pair of tokens; None: 2 heads * head_size
+    )
+
+    @property
+    def attention_macs(self) -> int:
+        return 2 * self.heads * self.head_size if self.pair_macs is None else self.pair_macs
 
     def grid(self, image: tuple[int, int] | None = None) -> tuple[int, int]:
         height, width = image or self.image
@@ -133,7 +140,8 @@ class Backbone:
     head: PatchHead | None = None  # answers in the place of the family's own head
 
     def __init_subclass__(cls) -> None:
-        cls.families.append(cls)
+        if "takes" in vars(cls):  # else it is what several families share
+            cls.families.append(cls)
 
     def __init__(self, vit: nn.Module) -> None:
         self.vit = vit
@@ -145,6 +153,11 @@ class Backbone:
         """Whether this family is the one to wrap `vit`."""
         raise NotImplementedError
 
+    @classmethod
+    def refuses(cls, vit: nn.Module) -> str | None:
+        """What is in the way of adapting a relative of the family that it does not claim; None: it is no relative."""
+        return None
+
     @property
     def blocks(self) -> list[nn.Module]:
         raise NotImplementedError
@@ -152,6 +165,14 @@ class Backbone:
     def attention(self, block: nn.Module) -> nn.Module:
         """The module of a block that calls scaled_dot_product_attention."""
         raise NotImplementedError
+
+    def attentions(self, block: nn.Module) -> list[Any]:
+        """All of them, of a block that has several side by side. The first is what methods ask of attention."""
+        return [self.attention(block)]
+
+    def reads(self, owner: nn.Module, name: str) -> bool:
+        """Whether a module of a block reads the weight of its linear layer `name` instead of calling the layer."""
+        return False
 
     def mlp_in(self, block: nn.Module) -> nn.Module:
         """The first linear layer of a block's MLP."""
@@ -245,7 +266,7 @@ class Backbone:
 
     def install(self) -> None:
         """Make the wrapped model's blocks listen for tokens. Without a run in progress they behave as before."""
-        attentions = [self.attention(block) for block in self.blocks]
+        attentions = [attention for block in self.blocks for attention in self.attentions(block)]
         if any("forward" in vars(attention) and not replaced(attention) for attention in attentions):
             raise DwindleError("This model is part of an adaptive one already; unwrap() that first.")
         for module in (self.vit, *attentions):
@@ -255,9 +276,9 @@ class Backbone:
                     "as a class, or put it on a block or a layer."
                 )
         for block in self.blocks:
-            attention = self.attention(block)
-            # A partial and no bound method: it can be pickled, and so can the model.
-            attention.forward = partial(attention_forward, attention)
+            for attention in self.attentions(block):
+                # A partial and no bound method: it can be pickled, and so can the model.
+                attention.forward = partial(attention_forward, attention)
             self.mlp_in(block).register_forward_hook(catch_probe)
             for module in block.modules():
                 if is_drop_path(module):
@@ -287,8 +308,9 @@ class Backbone:
     def remove(self) -> None:
         """Undo `install`."""
         for block in self.blocks:
-            if not replaced(attention := self.attention(block)):  # else what somebody put over ours stays
-                vars(attention).pop("forward", None)
+            for attention in self.attentions(block):
+                if not replaced(attention):  # else what somebody put over ours stays
+                    vars(attention).pop("forward", None)
             for module in block.modules():
                 for key in [k for k, hook in module._forward_hooks.items() if hook in OURS]:
                     del module._forward_hooks[key]
@@ -362,6 +384,9 @@ def backbone_of(vit: nn.Module) -> Backbone:
     for family in Backbone.families:
         if family.claims(vit):
             return family(vit)
+    for family in Backbone.families:
+        if reason := family.refuses(vit):
+            raise DwindleError(f"{type(vit).__name__} cannot be adapted: {reason}.")
     known = listed([family.takes for family in Backbone.families], "and")
     raise DwindleError(
         f"{type(vit).__name__} cannot be adapted: it is no plain vision transformer, with one sequence of tokens from "

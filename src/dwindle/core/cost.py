@@ -26,7 +26,7 @@ def block_macs(shape: Shape, tokens: Count) -> Count:
     """One block on images with that many live tokens: linear in the tokens, and q k^T and a v quadratic."""
     if isinstance(tokens, Tensor):
         tokens = tokens.to(torch.float64)
-    return tokens * shape.block_macs + 2 * tokens**2 * shape.heads * shape.head_size
+    return tokens * shape.block_macs + tokens**2 * shape.attention_macs
 
 
 def fixed_macs(shape: Shape, image: tuple[int, int] | None = None) -> float:

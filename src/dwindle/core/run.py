@@ -96,7 +96,6 @@ class _Core(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        self.work.attended = True
         return self.attend(*args, **kwargs)
 
     def attend(
@@ -120,7 +119,9 @@ class _Core(TorchFunctionMode):
             bias = bias.to(q.dtype)
         if self.work.turned is not None:
             q, k = self.work.turned(q, k, tokens)
-        self.work.of_attention = tokens.look(self.work.probe, q, k, scale, bias)
+        if not self.work.attended:  # of a block that attends several times, the first
+            self.work.of_attention = tokens.look(self.work.probe, q, k, scale, bias)
+        self.work.attended = True
         return tokens.attend(q, k, v, pair_bias=bias, dropout_p=dropout_p, scale=scale)
 
 
