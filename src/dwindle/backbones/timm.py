@@ -126,6 +126,9 @@ class TimmViT(Backbone):
     def checkpoints(self) -> bool:
         return bool(self.vit.grad_checkpointing)
 
+    def _checkpoint(self) -> None:
+        self.vit.set_grad_checkpointing(True)
+
     def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
         vit = self.vit
         if not hasattr(vit, "head_dist"):

@@ -310,6 +310,14 @@ class AdaptiveViT(nn.Module):
         other.vit, other.dense_head, other.method = self.vit, self.dense_head, method
         return other.train(self.training)
 
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **given: Any) -> None:
+        """Blocks run again in the backward pass, which takes time for memory. As Hugging Face's Trainer asks for it."""
+        self.backbone.checkpoint(given | (gradient_checkpointing_kwargs or {}))
+
+    def activation_checkpointing_enable(self, activation_checkpointing_kwargs: Any = None, **given: Any) -> None:
+        """The same, as later versions of it call it."""
+        self.gradient_checkpointing_enable(activation_checkpointing_kwargs, **given)
+
     def unwrap(self) -> nn.Module:
         """The wrapped model, as it was before `adapt` (its weights as trained since)."""
         self.backbone.remove()
