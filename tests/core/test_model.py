@@ -304,7 +304,19 @@ def test_training_compiled_is_training(method):
         torch.testing.assert_close(value, other, msg=name)
 
 
-def test_hugging_faces_trainer(tmp_path):
+def test_checkpointing_of_some_blocks_is_refused():
+    model = build("vit", METHODS["AHT"]())
+    with pytest.raises(dwindle.DwindleError, match="every_n_layers = 2"):
+        model.activation_checkpointing_enable(every_n_layers=2)
+    with pytest.raises(dwindle.DwindleError, match="use_reentrant = True"):
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    assert not model.backbone.checkpoints
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert model.backbone.checkpoints
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_hugging_faces_trainer(tmp_path, recompute):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="Trainer needs it")
     model = build("hf_vit", dwindle.AHT(stages=(1, 2), budget=0.6))
@@ -312,10 +324,12 @@ def test_hugging_faces_trainer(tmp_path):
     images = images_for(model, 8)
     rows = [{"pixel_values": image, "labels": i % 5} for i, image in enumerate(images)]
     settings = transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, use_cpu=True, report_to=[], save_steps=3
-    )
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, use_cpu=True, report_to=[], save_steps=3,
+        gradient_checkpointing=recompute,
+    )  # fmt: skip
     trainer = transformers.Trainer(model=model, args=settings, train_dataset=rows, eval_dataset=rows)
     trainer.train()
+    assert model.backbone.checkpoints == recompute
     assert model.method.bar != bar and not model.method.planners["1"].token.weight.equal(weight)
     said = trainer.predict(rows)
     model.eval()

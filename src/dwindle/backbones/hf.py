@@ -141,6 +141,9 @@ class HuggingFaceViT(Backbone):
     def checkpoints(self) -> bool:
         return any(getattr(block, "gradient_checkpointing", False) for block in self.blocks)
 
+    def _checkpoint(self) -> None:
+        self.vit.gradient_checkpointing_enable()
+
     def once(self, block: Any, x: Tensor, tokens: Tokens) -> Any:
         block.gradient_checkpointing = False
         try:

@@ -98,6 +98,7 @@ def activation_name(module: Any) -> str | None:
     return named.get(type(module).__name__)
 
 
+CHECKPOINT = {"every_n_layers": 1, "offload": False, "use_reentrant": False}
 LINEAR = (nn.Linear, Int8Linear)  # the kinds a runtime knows
 LIBRARIES = ("torch", "timm", "transformers", "dwindle")
 
@@ -206,6 +207,16 @@ class Backbone:
     def checkpoints(self) -> bool:
         """Whether the wrapped model was told to run blocks again in the backward pass, which takes time for memory."""
         return False
+
+    def checkpoint(self, options: dict[str, Any]) -> None:
+        """Tell the wrapped model so. options: as Hugging Face names them, at the one value that they have here."""
+        for name, value in options.items():
+            if CHECKPOINT.get(name, value) != value:
+                raise DwindleError(f"Checkpointing with {name} = {value}: here it is {CHECKPOINT[name]}; leave it out.")
+        self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        raise DwindleError(f"{type(self.vit).__name__} cannot run its blocks again; train it without checkpointing.")
 
     @property
     def recomputes(self) -> bool:

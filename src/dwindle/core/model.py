@@ -342,6 +342,14 @@ class AdaptiveViT(nn.Module):
         other.give_back = self.give_back
         return other.train(self.training)
 
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **given: Any) -> None:
+        """Blocks run again in the backward pass, which takes time for memory. As Hugging Face's Trainer asks for it."""
+        self.backbone.checkpoint(given | (gradient_checkpointing_kwargs or {}))
+
+    def activation_checkpointing_enable(self, activation_checkpointing_kwargs: Any = None, **given: Any) -> None:
+        """The same, as later versions of it call it."""
+        self.gradient_checkpointing_enable(activation_checkpointing_kwargs, **given)
+
     def unwrap(self) -> nn.Module:
         """The wrapped model, as it was before `adapt` (its weights as trained since)."""
         self.backbone.remove()
@@ -353,11 +361,7 @@ class AdaptiveViT(nn.Module):
 
     def check_images(self, images: Any) -> Tensor:
         """The images, if the model takes them."""
-        if not isinstance(images, Tensor):
-            raise DwindleError(
-                f"The images are {_told(images)}; give a float tensor (batch, channels, height, width), such as "
-                "torch.from_numpy(array), or what `eval_transform` of dwindle.io.images.Preprocess makes of a picture."
-            )
+        images = check_tensor(images)
         shape = self.backbone.shape
         sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == shape.channels
         if self.backbone.any_size:
@@ -394,11 +398,17 @@ class AdaptiveViT(nn.Module):
         check_finite(logits, images, self, self.training)
 
 
-def _told(given: Any) -> str:
-    """What somebody gave in place of images."""
+def check_tensor(given: Any) -> Tensor:
+    """What somebody gave as images, if it can be."""
+    if isinstance(given, Tensor):
+        return given
     shape = getattr(given, "shape", None)
     kind = f"{type(given).__module__.partition('.')[0]}.{type(given).__name__}".removeprefix("builtins.")
-    return "missing" if given is None else f"a {kind}" + (f" of shape {tuple(shape)}" if shape is not None else "")
+    told = "missing" if given is None else f"a {kind}" + (f" of shape {tuple(shape)}" if shape is not None else "")
+    raise DwindleError(
+        f"The images are {told}; give a float tensor (batch, channels, height, width), such as "
+        "torch.from_numpy(array), or what `eval_transform` of dwindle.io.images.Preprocess makes of a picture."
+    )
 
 
 LARGE = 1e4  # normalised pixels lie within a few units of 0

@@ -242,6 +242,8 @@ def test_a_checkpoint_of_when_the_read_out_had_no_name(outputs, tmp_path):
         ({"width": 33}, "from 1 to 32"),
         ({"tokens": [4, 8]}, "2 values for 4 images"),
         ({"exit": 1.5}, "confidence"),
+        ({"exit": "0.5"}, "confidence"),
+        ({"exit": float("nan")}, "confidence"),
     ],
 )
 def test_bad_settings(given, said):
@@ -253,6 +255,14 @@ def test_bad_settings(given, said):
 def test_bad_images(shape):
     with pytest.raises(dwindle.DwindleError, match="multiples of 8"):
         tiny()(torch.zeros(shape, dtype=torch.float64))
+
+
+def test_what_is_no_image_tensor():
+    model = tiny()
+    for called in (model, model.prepare()):
+        for given, told in ((np.zeros((1, 3, 32, 32)), r"numpy\.ndarray of shape \(1, 3"), (None, "missing")):
+            with pytest.raises(dwindle.DwindleError, match=told):
+                called(given)
 
 
 def test_images_of_another_type():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...core.model import Output, check_finite
+from ...core.model import Output, check_finite, check_tensor
 from ...runtime.prepared import Prepared
 from .recorded import Recorder, records
 from .settings import Choice, Exits, check, settings
@@ -42,7 +42,7 @@ class PreparedPerceiver(Prepared):
         patches: Tensor | None = None,
     ) -> Output:
         network = self._network
-        self._check_place(images)
+        self._check_place(check_tensor(images))
         one = all(given is None or isinstance(given, int) for given in (tokens, depth, width))
         if one and patches is None and records(images):
             (t,), (d,), (w,) = settings(network, tokens, depth, width, 1)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.model import check_dtype
+from ...core.model import check_dtype, check_tensor
 from ...core.tokens import Where
 from ...core.trace import Trace
 from ...errors import DwindleError
@@ -55,6 +56,7 @@ def _chosen(model: AdaPerceiver, name: str, given: Choice, count: int, default: 
 
 
 def check(model: AdaPerceiver, images: Tensor, exit: float | None = None, exits: Exits = None) -> None:
+    check_tensor(images)
     sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == model.channels
     if not sized or any(not side or side % model.patch for side in images.shape[-2:]):
         raise DwindleError(
@@ -62,7 +64,7 @@ def check(model: AdaPerceiver, images: Tensor, exit: float | None = None, exits:
             f"height, width) with sides that are multiples of {model.patch}, trained at {model.image}; resize them."
         )
     check_dtype(images, model.patch_embed.weight.dtype)
-    if exit is not None and not 0 < exit <= 1:
+    if exit is not None and not (isinstance(exit, Real) and 0 < exit <= 1):
         raise DwindleError(f"exit = {exit}: it is the confidence at which an image leaves, in (0, 1].")
     if exits is not None:
         if exit is None:

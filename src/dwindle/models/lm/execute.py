@@ -94,10 +94,9 @@ class AdaptiveLM(nn.Module):
         layout = layout or ("masked" if self.training else "packed")
         if layout not in LAYOUTS:
             raise unknown("layout", layout, LAYOUTS)
-        if ids.dim() != 2 or not ids.numel():
-            raise DwindleError(
-                f"Tokens of shape {tuple(ids.shape)} do not fit; give ids (batch, length), none of them 0."
-            )
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
+            given = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else f"the type {type(ids).__name__}"
+            raise DwindleError(f"Tokens of {given} do not fit; give a tensor of ids (batch, length), none of them 0.")
         self._check_ids(ids)
         begin, lm = cache.length if cache else 0, self.backbone
         shape = (ids.shape[0], ids.shape[1])
