@@ -11,7 +11,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import dwindle
-from dwindle.recipes import data_set, find_recipe, made, papers
+from dwindle.experiments.compare import Compare
+from dwindle.experiments.search import ranges
+from dwindle.recipes import data_set, find_comparison, find_recipe, made, papers, tables
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe, changed
 
@@ -49,7 +51,7 @@ def two_steps(recipe: Recipe, data: str, out) -> Run:
 
 @pytest.mark.parametrize(("name", "preset"), RECIPES)
 def test_two_steps(name, preset, data, tmp_path):
-    recipe = made(find_recipe(name), preset, "imagenet")
+    recipe = made(find_recipe(name), "imagenet", preset=preset)
     assert (recipe.global_batch, recipe.lr_batch, recipe.weight_decay) == (1024, 1024, 0.05)
     assert recipe.augment.startswith("rand") and not recipe.mixup
     small = dataclasses.replace(changed(recipe, SMALL), weights=None, teacher=None)  # a new head has nothing to teach
@@ -115,10 +117,54 @@ def test_arguments_of_a_recipe():
     assert [data_set(place) for place in ("imagenet", "x/CIFAR-100", "/d/places365_standard/", "photos")] == [
         *("imagenet", "cifar100", "places365", "imagenet"),
     ]
-    assert made(find_recipe("aht_printed"), "high_efficiency", "x/cifar100") == papers.aht_printed(
+    assert made(find_recipe("aht_printed"), "x/cifar100", preset="high_efficiency") == papers.aht_printed(
         "high_efficiency", "cifar100"
     )
     with pytest.raises(dwindle.DwindleError, match="Unknown preset 'balance'"):
-        made(find_recipe("aht_printed"), "balance")
-    with pytest.raises(dwindle.DwindleError, match="--preset balanced: tiny_test has no presets"):
-        made(find_recipe("tiny_test"), "balanced")
+        made(find_recipe("aht_printed"), preset="balance")
+    with pytest.raises(dwindle.DwindleError, match="--preset balanced: tiny_test has no preset"):
+        made(find_recipe("tiny_test"), preset="balanced")
+
+
+STEPPED: set[str] = set()  # what tables share is trained once
+TABLES = ("aht_table2", "aht_table3", "aht_table4", "aht_table5", "avit_ablations")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_entry_of_a_table_takes_two_steps(name, data, tmp_path):
+    plan = made(find_comparison(name), data)
+    assert not any("," in entry for entry in plan.names())  # `--only` takes them apart there
+    assert len({entry.name for entry in plan.compared}) == len(plan.compared)
+    plan = dataclasses.replace(plan, base=changed(dataclasses.replace(plan.base, weights=None), SMALL))
+    work = Compare(name, plan, data, tmp_path / "runs", tmp_path / "results", device="cpu")
+    for job in plan.jobs(work):
+        heads = None if job.recipe.heads is None else 2  # of the three there are here
+        recipe = dataclasses.replace(job.recipe, teacher=None, heads=heads)
+        if not recipe.keep_method and repr(recipe) not in STEPPED:
+            two_steps(recipe, data, tmp_path / job.stem)
+            STEPPED.add(repr(recipe))
+
+
+def test_what_is_printed_is_not_turned_and_not_taught():
+    table = tables.aht_table3()
+    for entry in table.compared:
+        for options in entry.by_cost.values():
+            if "as printed" in entry.name:
+                assert options["threshold"] == 1.0 and options["budget"] is None and entry.changes["teacher"] is None
+            if "grounded" in entry.name:
+                assert options["budget"] in (0.83, 0.67, 0.52) and entry.label.startswith("AHT, grounded")
+    assert {"Resolution", "Random", "Shallow", "static again", "narrower"} <= set(table.names())
+
+
+def test_table_4_begins_with_what_table_3_trained(tmp_path):
+    for source in (tables.aht_table2(), tables.aht_table3()):
+        work = Compare("x", source, "data", tmp_path, tmp_path / "results", device="cpu")
+        trained = {job.stem for job in source.jobs(work)}
+        for entry in tables.aht_table4("cifar100", str(tmp_path)).entries[:2]:
+            assert entry.changes["weights"].removeprefix(f"{tmp_path}/") in trained and entry.changes["keep_method"]
+
+
+def test_ranges_of_a_search():
+    assert ranges(["method.gamma=0.5:8", "method.beta=-10:0"]) == {"method.gamma": (0.5, 8), "method.beta": (-10, 0)}
+    with pytest.raises(dwindle.DwindleError, match=r"--space method\.gamma=1: expected a setting and its range"):
+        ranges(["method.gamma=1"])

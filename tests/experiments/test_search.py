@@ -158,7 +158,7 @@ def test_search_refuses(optuna, data, tmp_path, monkeypatch):
         ({"trials": 0}, "at least one trial"),
         ({"budget_weight": -1.0}, "no weight < 0"),
         ({"space": {}}, "empty"),
-        ({"space": {"method.lambda_p": (0.0, 1.0)}}, "logarithmic"),
+        ({"space": {"method.lambda_p": (1.0, 0.5)}}, "no range to draw from"),
         ({"space": {"method.lambda_q": (0.1, 1.0)}}, "did you mean 'lambda_"),
         ({"space": {"method.neuron": (1, 4)}}, "neuron = 1.0: it must be a whole number"),
         ({"space": {"epochs": (1, 4)}}, "epochs = .*: it must be a whole number"),

@@ -12,7 +12,7 @@ import typer
 from ..core import processes as ranks
 from ..errors import DwindleError
 from ..experiments.compare import Compare
-from ..experiments.search import check_searchable
+from ..experiments.search import check_searchable, ranges
 from ..experiments.search import search as look
 from ..files import write_text
 from ..recipes import find_comparison, find_recipe, made
@@ -62,7 +62,7 @@ def train(
     device: Device = None,
 ) -> None:
     """Train a recipe. A killed run loses what came after its last save (each epoch): go on with --resume."""
-    settings = changed(made(find_recipe(recipe), preset, data), set or [])
+    settings = changed(made(find_recipe(recipe), data, preset=preset), set or [])
     images: dict[str, Any] = {"holdout": holdout, "skip_corrupt": skip_corrupt or None}
     for name, given in images.items():
         if given is not None and not hasattr(settings, name):
@@ -106,6 +106,9 @@ def compare(
     ],
     data: OptionalData = None,
     preset: Preset = None,
+    source: Annotated[
+        str | None, typer.Option(help="Folder of another comparison, whose trainings this one begins with.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the runs.")] = None,
     results: Annotated[Path, typer.Option(help="One JSON per result, the table and the plot go here.")] = Path(
         "benchmarks/results"
@@ -118,7 +121,7 @@ def compare(
     device: Device = None,
 ) -> None:
     """Train and evaluate methods under the same conditions. A killed comparison goes on where it was: same command."""
-    plan = made(find_comparison(comparison), preset, data)
+    plan = made(find_comparison(comparison), data, preset=preset, source=source)
     for change in set or []:
         name = change.partition("=")[0].strip()
         if name in ("seed", "method") or name.startswith("method."):
@@ -159,13 +162,21 @@ def search(
     out: Annotated[Path, typer.Option(help="Folder for the trials and the study.")],
     preset: Preset = None,
     trials: Annotated[int, typer.Option(help="Settings to try, those of earlier calls counted.")] = 20,
+    space: Annotated[
+        list[str] | None,
+        typer.Option(help="A setting and its range: method.gamma=0.5:8. Repeatable; else lambda_p and lambda_t."),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="The share of the static cost to keep, where the method has none of its own: 0.67."),
+    ] = None,
     holdout: Annotated[float, typer.Option(help="Share of the training images that judges.")] = 0.1,
     set: Annotated[list[str] | None, typer.Option(help="Change a setting of the recipe. Repeatable.")] = None,
     limit: Annotated[int | None, typer.Option(help="Only N images, drawn at random.")] = None,
     device: Device = None,
 ) -> None:
-    """Search lambda_p and lambda_t with Optuna, judged on held-out training images. A killed search goes on."""
-    settings: Any = changed(made(find_recipe(recipe), preset, data), set or [])
+    """Search lambda_p and lambda_t, or others, with Optuna, on held-out training images. A killed search goes on."""
+    settings: Any = changed(made(find_recipe(recipe), data, preset=preset), set or [])
     check_searchable(settings, recipe)
     logging.getLogger("optuna").setLevel(logging.WARNING)  # the table says what its log would
     with progress_bar() as bar:
@@ -175,6 +186,8 @@ def search(
             data,
             out,
             trials=trials,
+            space=ranges(space) if space else None,
+            budget=_number(budget),
             holdout=holdout,
             limit=limit,
             device=device_for(device),
@@ -183,3 +196,11 @@ def search(
     columns = ["trial", "value", "top1", "cost", "settings"]
     show_table(f"{recipe} on {data}", columns, [[row.get(c) for c in columns] for row in result["trials"]])
     finish(result)
+
+
+def _number(budget: str | None) -> float | str | None:
+    """A share of the static cost, or GMACs as they were given."""
+    try:
+        return None if budget is None else float(budget)
+    except ValueError:
+        return budget

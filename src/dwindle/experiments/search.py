@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,8 @@ def search(
 
     trials: how many in all, those of an earlier start counted in. The first is the recipe as it stands, if it lies in
         the space. Each is a run in out/trial-0000, -0001, ...; one whose loss diverges has no value.
-    space: low and high of each setting, named as for --set, drawn log-uniformly; by default lambda_p and lambda_t.
+    space: low and high of each setting, named as for --set, drawn log-uniformly, or uniformly from a range that is not
+        above 0; by default lambda_p and lambda_t.
     holdout: share of the training images that is held out, class by class, and evaluated on.
     budget, budget_weight: a trial's value is its top-1, less `budget_weight` points for each percent of the static cost
         above the budget. None: the method's own budget; where it has none either, top-1 alone counts.
@@ -78,7 +79,7 @@ def search(
     study = _study(folder, given, recipe)
     while sum(trial.state.is_finished() for trial in study.trials) < trials:
         trial = _next_trial(study, recipe, space, seed)
-        settings = [f"{key}={trial.suggest_float(key, *space[key], log=True):.3g}" for key in space]
+        settings = [f"{key}={trial.suggest_float(key, *space[key], log=space[key][0] > 0):.3g}" for key in space]
         trial.set_user_attr("settings", settings)
         run = _run(changed(recipe, settings), data, folder / f"trial-{trial.number:04d}", device, parts)
         goal = getattr(run.model.method, "budget", None) if budget is None else budget
@@ -94,6 +95,19 @@ def search(
         if progress:
             progress(_row(study.trials[trial.number]))
     return _result(study, folder)
+
+
+def ranges(given: Sequence[str]) -> Space:
+    """Of settings as a command gives them: method.gamma=0.5:8."""
+    found: dict[str, tuple[float, float]] = {}
+    for text in given:
+        key, _, both = text.partition("=")
+        low, _, high = both.partition(":")
+        try:
+            found[key] = float(low), float(high)
+        except ValueError as error:
+            raise DwindleError(f"--space {text}: expected a setting and its range, as method.gamma=0.5:8.") from error
+    return found
 
 
 def value(top1: float, cost: float, share: float, weight: float) -> float:
@@ -131,8 +145,8 @@ def _check(recipe: Recipe, space: Space, trials: int, weight: float) -> None:
             "The space of the search is empty; name a setting, such as method.lambda_p from 1e-4 to 0.1."
         )
     for key, (low, high) in space.items():
-        if not 0 < low < high < math.inf:
-            raise DwindleError(f"{key} from {low} to {high} is no range above 0 to draw from on a logarithmic scale.")
+        if not -math.inf < low < high < math.inf:
+            raise DwindleError(f"{key} from {low} to {high} is no range to draw from; give two numbers, low and high.")
         trial = changed(recipe, [f"{key}={float(low)!r}"])  # refuses settings that are no real numbers
         trial.check()
         trial.make_method()

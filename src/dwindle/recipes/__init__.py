@@ -30,12 +30,13 @@ def find_comparison(name: str) -> Callable[..., Any]:
     return _find(name, "comparison", Plan)
 
 
-def made(function: Callable[..., Any], preset: str | None = None, data: str | None = None) -> Any:
-    """What the function gives for these, of which it need not take any."""
+def made(function: Callable[..., Any], data: str | None = None, **options: str | None) -> Any:
+    """What the function gives for these options and this data, which it need not look at."""
     takes = inspect.signature(function).parameters
-    if preset is not None and "preset" not in takes:
-        raise DwindleError(f"--preset {preset}: {function.__name__} has no presets; leave it out.")
-    given = {"preset": preset, "data": None if data is None else data_set(data)}
+    for name, value in options.items():
+        if value is not None and name not in takes:
+            raise DwindleError(f"--{name} {value}: {function.__name__} has no {name}; leave it out.")
+    given = {"data": None if data is None else data_set(data), **options}
     return function(**{name: value for name, value in given.items() if value is not None and name in takes})
 
 

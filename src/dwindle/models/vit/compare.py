@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,13 +15,14 @@ from ...core.model import AdaptiveViT, adapt
 from ...errors import DwindleError
 from ...evaluate.evaluate import calibrate
 from ...experiments.compare import Compare, Job, Plan, Report, stem
+from ...experiments.search import search
 from ...io.card import write_card
 from ...io.checkpoint import load, save
 from ...methods import Method
 from ...show.drawing import save_figure
 from ...show.figures import tradeoff
 from ...train.loop import Run
-from ...train.recipe import Recipe
+from ...train.recipe import Recipe, changed
 from ...train.state import STATE
 
 STATIC = "static"
@@ -43,6 +45,11 @@ class Entry:
     seeds: tuple[int, ...] | None = None
     changes: dict[str, Any] = field(default_factory=dict)  # of the recipe; must be told beside the result
     group: str = "methods"  # rows of the table that belong together
+    tuned: dict[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # settings searched on held-out images before it
+    # is trained, as `search` takes them
+    trials: int = 12  # of that search
     label: str | None = None  # as tables and figures call it; None: its name, which `--only` takes
 
 
@@ -88,7 +95,10 @@ class Comparison(Plan):
                 for cost in entry.costs or self.costs:
                     recipe = self._recipe(work, entry, cost, seed)
                     make = partial(self._entry, work, entry, cost, recipe)
-                    yield Job(entry.name, recipe, self._conditions(work, recipe), make, cost)
+                    conditions = self._conditions(work, recipe)
+                    if entry.tuned:
+                        conditions |= {"tuned": json.loads(json.dumps(entry.tuned)), "trials": entry.trials}
+                    yield Job(entry.name, recipe, conditions, make, cost)
 
     def told(self, row: dict[str, Any]) -> str:
         shown = f"{row['name']} at {row['asked']:.2f}, seed {row['seed']}"
@@ -147,6 +157,8 @@ class Comparison(Plan):
             calibrate(model, run.task.typical(), cost)
             return _measured(run, model, entry.group)
         folder = work.out / stem(entry.name, recipe.seed, cost if entry.train == "each" else None)
+        if entry.tuned:
+            recipe = changed(recipe, self._searched(work, entry, cost, recipe, folder))
         run, model = work.trained(recipe, folder)
         point = model.method.operating_point
         set_by_recipe = point is None or {"budget", point[0]} & recipe.method_options.keys()
@@ -158,6 +170,15 @@ class Comparison(Plan):
             save(model, folder, extra={"results": {n: found[n] for n in names} | run.task.about()})
             write_card(folder)
         return found
+
+    def _searched(self, work: Compare, entry: Entry, cost: float, recipe: Recipe, folder: Path) -> list[str]:
+        """Settings that were best on held-out training images, which the evaluation images are none of."""
+        assert work.data is not None
+        place, options = folder.with_name(f"{folder.name}-search"), {"trials": entry.trials, "space": entry.tuned}
+        device = str(work.device)
+        found = search(recipe, work.data, place, budget=cost, device=device, limit=work.limit, **options)
+        best: list[str] = found["settings"]
+        return best
 
 
 def _static_folder(work: Compare, seed: int) -> Path:
