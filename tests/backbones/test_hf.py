@@ -72,7 +72,7 @@ def test_images_of_another_size(kind):
     model = dwindle.adapt(vit, dwindle.Static()).eval()
     out = model(images)
     assert out.trace.grid == (6, 8) and out.features.shape[1] == model.backbone.prefix + 48
-    options = model.backbone.asked(images, {})[1]
+    options = model.backbone.request(images, {})[1]
     same(out, vit.get_image_features(**options) if kind == "CLIPModel" else vit(**options))
     same(model.run(images, Packed.start).logits, out.logits)
 

@@ -200,7 +200,7 @@ class HuggingFace(Backbone):
         )
 
     # Its face.
-    def asked(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def request(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if options.get("output_attentions"):
             raise DwindleError(
                 "output_attentions=True: attention is computed fused and among live tokens alone, so there are no maps "

@@ -92,8 +92,8 @@ class HuggingFaceCLIP(HuggingFace):
         named = dict(self.vit.named_children())
         return [named[name] for name in ("classifier", "visual_projection") if name in named]
 
-    def asked(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        name, options = super().asked(images, options)
+    def request(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        name, options = super().request(images, options)
         alone = self.kind == self.two and options.get("input_ids") is None
         return ("get_image_features" if alone else name), options
 
@@ -185,11 +185,11 @@ class HuggingFaceSigLIP2(HuggingFaceSigLIP):
         cut = images[:, : rows * columns].unflatten(2, (side, side, -1)).unflatten(1, (rows, columns))
         return cut.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
-    def asked(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def request(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         patches = self._cut(images)
         cut = {"pixel_values": patches, "spatial_shapes": self._grids(images)}
         mask = torch.ones(patches.shape[:2], dtype=torch.int32, device=images.device)
-        name, asked = super().asked(images, options)
+        name, asked = super().request(images, options)
         return name, asked | cut | {"pixel_attention_mask": mask}
 
     def _grids(self, images: Tensor) -> Tensor:

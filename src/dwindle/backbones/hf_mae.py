@@ -52,8 +52,8 @@ class HuggingFaceMAE(HuggingFace):
         embedded: Tensor = self.tower.embeddings(images, noise=self.ordered(images), **self.resizing(images))[0]
         return embedded
 
-    def asked(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        return super().asked(images, {"noise": self.ordered(images), **options})
+    def request(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        return super().request(images, {"noise": self.ordered(images), **options})
 
     def readout(self, stream_BND: Tensor) -> Tensor:
         pooled: Tensor = self.norm(stream_BND[:, 0])
@@ -97,12 +97,12 @@ class HuggingFaceVideoMAE(HuggingFace):
         embedded: Tensor = self.tower.embeddings(images, None)
         return embedded
 
-    def asked(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def request(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if options.get("bool_masked_pos") is not None:
             raise DwindleError(
                 "bool_masked_pos drops patches before the first block, as pretraining does; leave it out."
             )
-        return super().asked(images, options)
+        return super().request(images, options)
 
     def normed(self, stream_BND: Tensor) -> Tensor:
         norm: nn.Module | None = self.tower.layernorm

@@ -113,7 +113,7 @@ class HuggingFaceTimm(Backbone):
         self.inner.reset_head(classes)
         self.vit.config.num_labels = self.vit.num_labels = classes
 
-    def asked(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def request(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return "__call__", {"pixel_values": images, **options}
 
     def wants_every(self, options: dict[str, Any]) -> bool:

@@ -42,7 +42,7 @@ class FamilyFace:
 
     speaks: ClassVar[bool] = False  # has classes of answers of its own, which come back
 
-    def asked(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def request(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """The method of the wrapped model that answers, and what it is called with."""
         raise NotImplementedError
 
@@ -244,7 +244,7 @@ def answered(model: AdaptiveViT, images: Tensor, start: Start, options: dict[str
     """What the wrapped model itself answers, which also has `trace`, `features` and `logits`."""
     backbone = model.backbone
     call = Call(model, images, start, backbone.wants_every(options), **forced)
-    name, options = backbone.asked(images, options)
+    name, options = backbone.request(images, options)
     answer = call(name, **options)
     assert call.features is not None and call.read is not None
     vars(answer).update(trace=call.trace, features=call.features)
