@@ -14,7 +14,7 @@ import dwindle
 from dwindle.errors import DwindleError
 from dwindle.methods.tome import ToMe
 from dwindle.methods.topk import TopK
-from shared.encoders import BASE, encoder, lively, pictures, tensors
+from shared.encoders import BASE, TEXT, encoder, lively, pictures, tensors
 from shared.tiny import TINY
 
 WAYS = [
@@ -182,6 +182,34 @@ def test_towers_inside_hugging_face_models():
         assert [t.shape for t in tensors(given)] == [t.shape for t in tensors(wanted)]
         dwindle.unwrap(outer)
         same(outer(pixel_values=images, **options), wanted)
+
+
+@torch.no_grad()
+def test_generation_by_a_model_that_looks_through_it():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    text = {name: value for name, value in TEXT.items() if name != "max_position_embeddings"} | {"vocab_size": 60}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**BASE, projection_dim=16),
+        text_config=transformers.LlamaConfig(**text | {"num_key_value_heads": 2}),
+        image_token_id=59,
+        vision_feature_layer=-2,
+    )
+    llava = lively(transformers.LlavaForConditionalGeneration(config)).eval()
+    ids = torch.tensor([[1] + [59] * 16 + [5, 6]])
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pictures(count=1)}
+    how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    wanted, logits = llava.generate(**call, **how), llava(**call).logits
+    with pytest.raises(DwindleError, match="vision_tower") as told:
+        dwindle.adapt(llava, dwindle.Static())
+    inside = str(told.value).split("inside='")[1].split("'")[0]
+    dwindle.adapt(llava, dwindle.Static(), inside=inside)
+    assert llava.generate(**call, **how).equal(wanted)
+    dwindle.unwrap(llava)
+    dwindle.adapt(llava, ToMe(r=3), inside=inside)
+    with dwindle.adaptive_part(llava).traced() as traces:
+        assert llava.generate(**call, **how).shape == wanted.shape
+    assert len(traces) == 1 and not torch.allclose(llava(**call).logits, logits)
 
 
 @torch.no_grad()

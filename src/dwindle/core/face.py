@@ -68,9 +68,14 @@ class FamilyFace:
 class Turn(nn.Module):
     """Stands in a block's place, and says what the loop made of the tokens by then."""
 
-    def __init__(self, block: nn.Module, call: Call, depth: int) -> None:
-        nn.Module.__init__(self)
-        self.__dict__.update(_block=block, _call=call, _depth=depth)  # no part of it: nobody shall walk into the block
+    @staticmethod
+    def of(block: nn.Module, call: Call, depth: int) -> nn.Module:
+        """It passes for a block of its class: transformers records what modules of a class return. Made by no class's
+        own way, which for a sharded block would be another's."""
+        turn: Turn = object.__new__(_turn(type(block)))
+        nn.Module.__init__(turn)
+        turn.__dict__.update(_block=block, _call=call, _depth=depth)  # no part of it: nobody shall walk into the block
+        return turn
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
         state = self._call.after(self._depth, x, args, options)
@@ -82,7 +87,6 @@ class Turn(nn.Module):
 
 @cache
 def _turn(kind: Any) -> type[Turn]:
-    """A turn that passes for a block of this class: transformers records what modules of a class return."""
     return type(f"{kind.__name__}Turn", (Turn, kind), {})
 
 
@@ -124,7 +128,7 @@ class Call:
 
         names = {module: name for name, module in vit.named_modules()}
         for depth, block in enumerate(self.model.backbone.blocks):
-            put(names[block], _turn(type(block))(block, self, depth))
+            put(names[block], Turn.of(block, self, depth))
         return copies[""]
 
     def after(self, depth: int, x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
@@ -163,8 +167,9 @@ def _shallow(module: nn.Module) -> nn.Module:
     twin.__dict__.update(module.__dict__)
     twin.__dict__["_modules"] = dict(module._modules)
     twin.__dict__.pop("_output_capturing_hooks_installed", None)  # transformers' own mark: not on these turns yet
-    if getattr(module, "grad_checkpointing", False):
-        twin.__dict__["grad_checkpointing"] = False  # the loop sees to it, block by block
+    for name in ("grad_checkpointing", "gradient_checkpointing"):  # the loop sees to it, block by block
+        if getattr(module, name, False):
+            twin.__dict__[name] = False
     return twin
 
 
