@@ -139,6 +139,7 @@ BEFORE: dict[str, Callable[[dict[str, Any], pytest.MonkeyPatch], None]] = {
     "docs/add_a_task.md": before_task,
     "docs/cluster.md": before_cluster,
     "docs/export.md": before_export,
+    "docs/encoders.md": before_own_model,
     "docs/own_model.md": before_own_model,
 }
 IN_ITS_PLACE = {"docs/export.md": {"seconds=8": "seconds=0.05"}, "docs/add_a_method.md": {"from ..": "from dwindle."}}

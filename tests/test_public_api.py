@@ -11,7 +11,7 @@ import dwindle
 
 NAMES = [
     *["AHT", "AViT", "AdaPerceiver", "AdaptiveViT", "DwindleError", "Method", "Output", "Static", "Tokens"],
-    *["Trace", "Verdict", "adapt", "calibrate", "load", "save", "speedup"],
+    *["Trace", "Verdict", "adapt", "adaptive_part", "calibrate", "load", "save", "speedup", "unwrap"],
 ]
 
 

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .core.face import adaptive_part, unwrap
 from .core.model import AdaptiveViT, Output, adapt
 from .core.tokens import Tokens
 from .core.trace import Trace
@@ -32,10 +33,12 @@ __all__ = [
     "Trace",
     "Verdict",
     "adapt",
+    "adaptive_part",
     "calibrate",
     "load",
     "save",
     "speedup",
+    "unwrap",
 ]
 
 

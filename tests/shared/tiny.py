@@ -35,6 +35,7 @@ from dwindle.methods.shallow import Shallow
 from dwindle.methods.similarity import Similarity
 from dwindle.methods.tome import ToMe
 from dwindle.methods.topk import TopK
+from shared.encoders import encoder
 from shared.tally import SLOW
 
 SIZE = 32
@@ -101,6 +102,10 @@ BACKBONES: dict[str, Callable[[], nn.Module]] = {
     "hf_dinov2": lambda: _hf("Dinov2ForImageClassification", "Dinov2Config"),
     "hf_dinov2_swiglu": lambda: _hf("Dinov2ForImageClassification", "Dinov2Config", use_swiglu_ffn=True),
     "hf_registers": lambda: _hf("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersConfig"),
+    "hf_dinov3": lambda: encoder("DINOv3ViTModel"),
+    "hf_clip": lambda: encoder("CLIPForImageClassification"),
+    "hf_siglip": lambda: encoder("SiglipForImageClassification"),
+    "hf_beit": lambda: encoder("BeitForImageClassification"),
 }
 
 # Whose blocks have no kernels of ours: they run as their family wrote them.

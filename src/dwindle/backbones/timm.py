@@ -47,9 +47,6 @@ class TimmViT(TimmModel):
         embedded: Tensor = vit.norm_pre(vit.patch_drop(view._pos_embed(patches)))
         return embedded
 
-    def _checkpoint(self) -> None:
-        self.vit.set_grad_checkpointing(True)
-
     def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
         vit = self.vit
         if not hasattr(vit, "head_dist"):

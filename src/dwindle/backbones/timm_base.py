@@ -104,6 +104,9 @@ class TimmModel(Backbone):
     def checkpoints(self) -> bool:
         return bool(self.vit.grad_checkpointing)
 
+    def _checkpoint(self) -> None:
+        self.vit.set_grad_checkpointing(True)
+
     def patches(self, images: Tensor) -> tuple[Any, Tensor]:
         """The model, and what its stem makes of images, as its positions take it. A model of one image size refuses
         others, though its positions can be resampled: then a view of it that may, and patches on their grid."""

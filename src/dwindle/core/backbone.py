@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import DwindleError, listed
 from ..ops.int8 import Int8Linear
+from .face import FamilyFace
 from .heads import PatchHead
 from .registry import discover
 from .run import OURS, Run, attention_forward, catch_probe, compiled_now, drop_per_image, is_drop_path
@@ -100,6 +101,7 @@ def activation_name(module: Any) -> str | None:
 
 CHECKPOINT = {"every_n_layers": 1, "offload": False, "use_reentrant": False}
 LINEAR = (nn.Linear, Int8Linear)  # the kinds a runtime knows
+RECORDS = "transformers.utils.output_capturing"  # hooks of it hear, where they are told to, and change nothing
 LIBRARIES = ("torch", "timm", "transformers", "dwindle")
 
 
@@ -120,7 +122,11 @@ def as_written(block: nn.Module) -> bool:
     """
     for module in block.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(hook not in OURS for hook in hooks) or replaced(module) or not of_a_library(type(module)):
+        if (
+            any(hook not in OURS and hook.__module__ != RECORDS for hook in hooks)
+            or replaced(module)
+            or not of_a_library(type(module))
+        ):
             return False
         weights = [weight for weight in module._parameters.values() if weight is not None]
         if any(type(weight) is not nn.Parameter for weight in weights):
@@ -130,7 +136,7 @@ def as_written(block: nn.Module) -> bool:
     return True
 
 
-class Backbone:
+class Backbone(FamilyFace):
     """One wrapped model. Subclasses say where a family keeps its parts; nothing else knows the family."""
 
     families: ClassVar[list[type[Backbone]]] = []
@@ -141,7 +147,7 @@ class Backbone:
     head: PatchHead | None = None  # answers in the place of the family's own head
 
     def __init_subclass__(cls) -> None:
-        if "takes" in vars(cls):  # else it is what several families share
+        if "takes" in vars(cls) and "family" in vars(cls):  # else it is what several families share
             cls.families.append(cls)
 
     def __init__(self, vit: nn.Module) -> None:
@@ -217,6 +223,21 @@ class Backbone:
 
     def _checkpoint(self) -> None:
         raise DwindleError(f"{type(self.vit).__name__} cannot run its blocks again; train it without checkpointing.")
+
+    def grid(self, images: Tensor) -> tuple[int, int]:
+        """Rows and columns of the patches of these images."""
+        return self.shape.grid((images.shape[-2], images.shape[-1]))
+
+    def misfit(self, images: Tensor) -> str | None:
+        """What images must be like, if these are not of a shape that the model takes."""
+        shape = self.shape
+        sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == shape.channels
+        if self.any_size:
+            sized = sized and all(side and side % patch == 0 for side, patch in zip(images.shape[-2:], shape.patch))
+        else:
+            sized = sized and tuple(images.shape[-2:]) == shape.image
+        size = f"multiples of {shape.patch}" if self.any_size else f"{shape.image[0]} x {shape.image[1]}"
+        return None if sized else f"(batch, {shape.channels}, {size})"
 
     @property
     def recomputes(self) -> bool:
@@ -398,6 +419,14 @@ def backbone_of(vit: nn.Module) -> Backbone:
     for family in Backbone.families:
         if reason := family.refuses(vit):
             raise DwindleError(f"{type(vit).__name__} cannot be adapted: {reason}.")
+    inside = [
+        name for name, part in vit.named_modules() if name and any(family.claims(part) for family in Backbone.families)
+    ]
+    if inside:
+        raise DwindleError(
+            f"{type(vit).__name__} is no vision transformer itself, but holds one; adapt that where it stands: "
+            f"adapt(model, method, inside={inside[0]!r})."
+        )
     known = listed([family.takes for family in Backbone.families], "and")
     raise DwindleError(
         f"{type(vit).__name__} cannot be adapted: it is no plain vision transformer, with one sequence of tokens from "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from ..errors import DwindleError, unknown
 from ..ops.merging import Merge
 from ..ops.patches import cutting, regridded
 from .backbone import Backbone, backbone_of
+from .checks import check_dtype, check_finite, check_options, check_tensor
 from .cost import static_macs, trace_macs
+from .face import Call, Face, Start, answered, place, with_loss
 from .give_back import GiveBack
 from .heads import PatchHead
 from .losses import DISTILLATIONS, distill_loss, label_loss
@@ -23,12 +25,12 @@ from .method import Method
 from .packed import Packed
 from .registry import family_of
 from .run import compiled_now
-from .tokens import Tokens
 from .trace import Trace
 
 if TYPE_CHECKING:
     from ..runtime.prepared import PreparedViT
 
+Outer = TypeVar("Outer", bound=nn.Module)
 LAYOUTS: dict[str, type[Masked] | type[Packed]] = {"masked": Masked, "packed": Packed}
 
 
@@ -52,7 +54,7 @@ class Output:
         return f"{type(self).__name__}({loss}{shapes}, trace={self.trace})"
 
 
-class AdaptiveViT(nn.Module):
+class AdaptiveViT(Face):
     """A vision transformer (`vit`, its weights and keys untouched) and the method that says which tokens go on."""
 
     def __init__(
@@ -79,6 +81,7 @@ class AdaptiveViT(nn.Module):
         self.vit = vit
         self.method = method
         self.layout: str | None = None  # None: masked while training, packed in eval
+        self.inside = False  # whether it stands in a larger model, and answers exactly as the wrapped model does
         self.checks = True  # whether answers are looked at for NaN; on a GPU each look waits for it
         self.backbone.install()
 
@@ -91,6 +94,7 @@ class AdaptiveViT(nn.Module):
         *,
         pixel_values: Tensor | None = None,
         labels: Tensor | None = None,
+        **options: Any,
     ) -> Output:
         """`depths` (B, N) forces when each token stops: scores are still computed, only the outcome is replaced.
 
@@ -99,38 +103,80 @@ class AdaptiveViT(nn.Module):
         layout: 'masked' or 'packed'. None: masked while training, packed in eval. What computes faster than these is
         for weights that stay: `prepare`.
 
-        pixel_values, labels: images, and what they show, by the names that Hugging Face's Trainer gives them. With
-        labels `out.loss` is there, and while training the call is a whole step's: it holds the budget too.
+        pixel_values, labels, options: images, what they show, and whatever else a Hugging Face model is called with, by
+        its names; its own class of answers comes back, which has `trace` and `features` too. With labels `out.loss` is
+        there, and while training the call is a whole step's: it holds the budget too.
         """
-        images = self.check_images(pixel_values if images is None else images)
+        images = self.check_images(self.backbone.given(pixel_values if images is None else images, options))
+        start = self.beginning(layout, depths is not None)
+        if self.speaks and not torch.compiler.is_compiling():
+            return_dict = options.pop("return_dict", True)
+            out = answered(self, images, start, options, depths=depths, operating_point=operating_point)
+        elif self.inside and not torch.compiler.is_compiling():
+            answer: Output = Call(self, images, start)("__call__", images, **options)
+            return answer  # in truth whatever the wrapped model returns, as the model around it wants
+        else:
+            check_options(self.vit, options)
+            out, return_dict = self.run(images, start, depths, operating_point), True
+        self.check_logits(out.logits, images)
+        if labels is not None:
+            loss = self.loss(out, labels, task_loss=self.backbone.task_loss)["total"]
+            out = with_loss(out, loss)
+            if self.training:
+                self.hold_budget(out)
+        told: Output = out if return_dict else out.to_tuple()
+        return told
+
+    @property
+    def speaks(self) -> bool:
+        """Whether the wrapped model's own classes of answers come back."""
+        return self.backbone.speaks and self.dense_head is None
+
+    def beginning(self, layout: str | None = None, forced: bool = False) -> Start:
+        """What begins the layout of a call. forced: the depths of tokens are given."""
         layout = layout or self.layout or ("masked" if self.training else "packed")
         if layout not in LAYOUTS:
             raise unknown("layout", layout, LAYOUTS)
         if self.training:
             self.method.trained = True
-        elif depths is None:
+        elif not forced:
             self.method.tell_unready()
-        out = self.run(images, LAYOUTS[layout].start, depths, operating_point)
-        self.check_logits(out.logits, images)
-        if labels is not None:
-            out.loss = self.loss(out, labels)["total"]
-            if self.training:
-                self.hold_budget(out)
-        return out
+        return LAYOUTS[layout].start
 
     def run(
         self,
         images: Tensor,
-        start: Callable[[Tensor, int], Tokens],
+        start: Start,
         depths: Tensor | None = None,
         operating_point: Tensor | None = None,
     ) -> Output:
-        """The loop, in the layout that `start` begins."""
-        shape = self.backbone.shape
+        """Embed, the loop, read out. `start` begins the layout."""
         seen = self.method.seen(images) if depths is None else images
         with cutting(seen):
             embedded = self.backbone.embed(seen)
-        tokens = start(embedded, shape.prefix).changed(
+        features, trace = self.loop(embedded, seen, start, depths=depths, operating_point=operating_point)
+        whole = self.whole(features, seen, images)
+        return Output(self.backbone.logits(features if self.dense_head is None else whole), trace, whole)
+
+    def whole(self, features_BND: Tensor, seen: Tensor, images: Tensor) -> Tensor:
+        """Of a smaller image too every token of the image itself comes back."""
+        grid, own = self.backbone.grid(seen), self.backbone.grid(images)
+        return features_BND if grid == own else regridded(features_BND, self.backbone.shape.prefix, grid, own)
+
+    def loop(
+        self,
+        embedded_BND: Tensor,
+        seen: Tensor,
+        start: Start,
+        *,
+        depths: Tensor | None = None,
+        operating_point: Tensor | None = None,
+        states: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Trace]:
+        """The loop over blocks: every token's state in the end, and what happened. seen: the images that were embedded.
+        states: a list which is given every token's state after each block, too."""
+        shape = self.backbone.shape
+        tokens = start(embedded_BND, shape.prefix).changed(
             reader=self.backbone.logits,
             norm=self.backbone.normed,
             positions=self.backbone.positions(seen),
@@ -141,12 +187,11 @@ class AdaptiveViT(nn.Module):
             if tuple(depths.shape) != tuple(tokens.shape):
                 wanted = " x ".join(map(str, tokens.shape))
                 raise DwindleError(f"depths of shape {tuple(depths.shape)}: give one per image and token, {wanted}.")
-            tokens.notes["forced"] = depths.to(images.device).reshape(tokens.x.shape[:-1])
+            tokens.notes["forced"] = depths.to(embedded_BND.device).reshape(tokens.x.shape[:-1])
         if operating_point is not None:
-            self.check_operating_point(operating_point, images.shape[0])
-            tokens.notes["operating_point"] = tokens.per_image(operating_point.to(images.device))
-        grid, own = (shape.grid((x.shape[-2], x.shape[-1])) for x in (seen, images))
-        trace = Trace(tokens.shape, shape.prefix, grid, shape.blocks)
+            self.check_operating_point(operating_point, tokens.shape[0])
+            tokens.notes["operating_point"] = tokens.per_image(operating_point.to(embedded_BND.device))
+        trace = Trace(tokens.shape, shape.prefix, self.backbone.grid(seen), shape.blocks)
 
         nearest = self.give_back is not None and self.give_back.halted == "nearest"
         tokens = self.method.start(tokens)
@@ -161,15 +206,15 @@ class AdaptiveViT(nn.Module):
             merge = Merge(weight=tokens.numbers(0.0)) if nearest and verdict.merge is None else verdict.merge
             # Masked: a gate closes. Packed: the list gets shorter.
             tokens = tokens.advance(verdict.keep, verdict.gate, merge, verdict.rows)
+            if states is not None:
+                states.append(tokens.given_back(tokens.stream()))
             if tokens.empty:
                 break
         stream = tokens.stream()
         features = tokens.given_back(stream)
         if self.give_back is not None:
             features = self.give_back(stream, features, ~trace.to_the_end)
-        # Of a smaller image too every token of the image itself comes back.
-        whole = features if grid == own else regridded(features, shape.prefix, grid, own)
-        return Output(self.backbone.logits(features if self.dense_head is None else whole), trace, whole)
+        return features, trace
 
     @property
     def classes(self) -> int:
@@ -355,24 +400,14 @@ class AdaptiveViT(nn.Module):
         self.backbone.remove()
         return self.vit
 
-    def push_to_hub(self, repo: str, **options: Any) -> str:
-        """Upload as a checkpoint with a model card; `dwindle.load(repo)` reads it back. options: those of `io.hub`."""
-        return family_of(self).push_to_hub(self, repo, **options)
-
     def check_images(self, images: Any) -> Tensor:
         """The images, if the model takes them."""
         images = check_tensor(images)
-        shape = self.backbone.shape
-        sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == shape.channels
-        if self.backbone.any_size:
-            sized = sized and all(side and side % patch == 0 for side, patch in zip(images.shape[-2:], shape.patch))
-        else:
-            sized = sized and tuple(images.shape[-2:]) == shape.image
-        if not sized or not images.is_floating_point():
-            size = f"multiples of {shape.patch}" if self.backbone.any_size else f"{shape.image[0]} x {shape.image[1]}"
+        wanted = self.backbone.misfit(images)
+        if wanted is not None or not images.is_floating_point():
             raise DwindleError(
-                f"Images of shape {tuple(images.shape)} and type {images.dtype} do not fit this model; it takes floats "
-                f"(batch, {shape.channels}, {size}); resize the images or build the model with img_size=..."
+                f"Images of shape {tuple(images.shape)} and type {images.dtype} do not fit this model; it takes floats"
+                f"{'' if wanted is None else ' ' + wanted}; resize the images or build the model with img_size=..."
             )
         check_dtype(images, next(self.vit.parameters()).dtype)
         self.backbone.check_heard()
@@ -398,63 +433,38 @@ class AdaptiveViT(nn.Module):
         check_finite(logits, images, self, self.training)
 
 
-def check_tensor(given: Any) -> Tensor:
-    """What somebody gave as images, if it can be."""
-    if isinstance(given, Tensor):
-        return given
-    shape = getattr(given, "shape", None)
-    kind = f"{type(given).__module__.partition('.')[0]}.{type(given).__name__}".removeprefix("builtins.")
-    told = "missing" if given is None else f"a {kind}" + (f" of shape {tuple(shape)}" if shape is not None else "")
-    raise DwindleError(
-        f"The images are {told}; give a float tensor (batch, channels, height, width), such as "
-        "torch.from_numpy(array), or what `eval_transform` of dwindle.io.images.Preprocess makes of a picture."
-    )
-
-
-LARGE = 1e4  # normalised pixels lie within a few units of 0
-
-
-def check_finite(logits: Tensor, images: Tensor, model: nn.Module, training: bool = False) -> None:
-    """NaN in an image reaches its logits, where looking for it is cheap."""
-    if logits.isfinite().all():
-        return
-    if not images.isfinite().all():
-        raise DwindleError("The images hold NaN or infinite values; check how they were loaded and normalised.")
-    if training:  # a run that diverges hears it from its loss
-        return
-    damaged = next((name for name, value in model.named_parameters() if not value.isfinite().all()), None)
-    if damaged is not None:
-        raise DwindleError(
-            f"The model gives NaN or infinite logits: its weight '{damaged}' holds NaN or infinite values; load it "
-            "anew, or from another copy."
-        )
-    if (most := float(images.abs().max())) > LARGE:
-        raise DwindleError(
-            f"The images hold values up to {most:.2g}, too large to compute with; normalise them: pixels lie within a "
-            "few units of 0."
-        )
-    raise DwindleError(
-        f"The model gives NaN or infinite logits in {logits.dtype}, though its weights and the images are finite; run "
-        "it in float32, or load its weights from another copy."
-    )
-
-
-def check_dtype(images: Tensor, weights: torch.dtype) -> None:
-    """Autocast brings images and weights together; without it they must be of one type."""
-    if images.dtype != weights and not torch.is_autocast_enabled(images.device.type):
-        raise DwindleError(f"The images are {images.dtype}, the weights {weights}; convert one: images.to({weights}).")
-
-
+@overload
 def adapt(
     vit: nn.Module, method: Method, dense_head: PatchHead | None = None, give_back: GiveBack | None = None
-) -> AdaptiveViT:
+) -> AdaptiveViT: ...
+@overload
+def adapt(
+    vit: Outer,
+    method: Method,
+    dense_head: PatchHead | None = None,
+    give_back: GiveBack | None = None,
+    *,
+    inside: str,
+) -> Outer: ...
+def adapt(
+    vit: Any,
+    method: Method,
+    dense_head: PatchHead | None = None,
+    give_back: GiveBack | None = None,
+    *,
+    inside: str | None = None,
+) -> Any:
     """Make a vision transformer adaptive: `adapt(timm.create_model("deit_small_patch16_224"), AHT())`.
 
     dense_head: answers for each patch, in the place of the model's own head. give_back: what tokens that stopped early
     get at the end; None: the state of the token they joined, or their own.
+    inside: the name of the vision transformer in a larger model, which comes back with that part adaptive and is called
+    as before: `adapt(clip, ToMe(r=8), inside="vision_model")`.
     """
     if isinstance(vit, AdaptiveViT):
         raise DwindleError("This model is adaptive already; unwrap() it first to adapt it with another method.")
     if not isinstance(method, Method):
         raise DwindleError(f"{method!r} is no method; pass an instance such as AHT() (see `dwindle methods`).")
+    if inside is not None:
+        return place(vit, inside, lambda part: adapt(part, method, dense_head, give_back))
     return AdaptiveViT(vit, method, dense_head, give_back)

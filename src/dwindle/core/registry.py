@@ -72,6 +72,14 @@ class Family:
         """Upload it as a checkpoint."""
         raise DwindleError(f"To upload {self.one} call dwindle.io.hub.push_to_hub(model, repo).")
 
+    def save_pretrained(self, model: Any, folder: Any, **options: Any) -> Path:
+        """Write it as transformers keeps models."""
+        raise DwindleError(f"{self.one} is saved by dwindle.save(model, folder).".capitalize())
+
+    def from_pretrained(self, source: Any, **options: Any) -> Any:
+        """Read what `save_pretrained` wrote."""
+        raise DwindleError(f"{self.one} is read by dwindle.load(folder).".capitalize())
+
     def untrained(self) -> Collection[str]:
         """Names by which it builds a model that was not trained, as `dwindle bench` takes them."""
         return ()

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...core.model import Output, check_finite
+from ...core.checks import check_finite
+from ...core.model import Output
 from ...core.registry import family_of
 from ...core.trace import Trace
 from ...errors import DwindleError, unknown

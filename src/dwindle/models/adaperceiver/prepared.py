@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...core.model import Output, check_finite, check_tensor
+from ...core.checks import check_finite, check_tensor
+from ...core.model import Output
 from ...runtime.prepared import Prepared
 from .recorded import Recorder, records
 from .settings import Choice, Exits, check, settings

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.model import check_dtype, check_tensor
+from ...core.checks import check_dtype, check_tensor
 from ...core.tokens import Where
 from ...core.trace import Trace
 from ...errors import DwindleError

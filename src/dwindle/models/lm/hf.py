@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from ...backbones.hf import plain_options, rebuilt
+from ...backbones.hf_config import plain_options, rebuilt
 from ...errors import DwindleError
 from ...settings import Above0, AtLeast0, Classes, Depth, Share, Size, Whole0, Whole1, Within, Word
 from .model import LMShape, Turns, check_length, rotate

@@ -12,6 +12,7 @@ from ...core.model import AdaptiveViT
 from ...core.registry import Family, discover
 from ...io.card import vision_card
 from ...io.hub import push_to_hub
+from ...io.pretrained import from_pretrained, save_pretrained
 from ...ops.int8 import is_int8
 from ...runtime.prepared import PreparedViT
 from .load import adapted
@@ -71,6 +72,12 @@ class VisionTransformers(Family):
 
     def push_to_hub(self, model: AdaptiveViT, repo: str, **options: Any) -> str:
         return push_to_hub(model, repo, **options)
+
+    def save_pretrained(self, model: AdaptiveViT, folder: Any, **options: Any) -> Path:
+        return save_pretrained(model, folder, **options)
+
+    def from_pretrained(self, source: Any, **options: Any) -> Any:
+        return from_pretrained(source, **options)
 
     def untrained(self) -> list[str]:
         import timm
