@@ -61,8 +61,8 @@ def layers(width: int) -> dict[str, tuple[int, int, str | None]]:
     return {
         "qkv": (3 * width, width, "none"),
         "proj": (width, width, None),
-        "rise": (4 * width, width, "gelu"),
-        "fall": (width, 4 * width, None),
+        "fc1": (4 * width, width, "gelu"),
+        "fc2": (width, 4 * width, None),
     }
 
 
@@ -82,7 +82,7 @@ def linear_call(
     theirs = partial(torch.addmm, bias.to(dtype), h[: len(rows.live())], weight.T)
     if act is not None:
         layer = ops.Affine.of(weight, bias, nn.LayerNorm(inner, device="cuda"))
-        probe = torch.empty(images * tokens, device="cuda") if name == "rise" else None
+        probe = torch.empty(images * tokens, device="cuda") if name == "fc1" else None
         return partial(ops.normed_linear, h, rows, layer, act, probe, 0), theirs
     x = torch.zeros(images * tokens, out, device="cuda", dtype=dtype)
     return partial(ops.add_linear, x, rows, h, ops.Affine.of(weight, bias), torch.ones_like(bias)), theirs

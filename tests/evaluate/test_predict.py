@@ -21,7 +21,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import dwindle
 from dwindle.evaluate.cluster import Classify
-from dwindle.evaluate.predict import Parts, predict
+from dwindle.evaluate.predict import PartFiles, predict
 from dwindle.io import images
 from dwindle.io.images import load_image, preprocess_of
 from shared.tiny import METHODS, build
@@ -117,7 +117,7 @@ def test_predictions_may_lie_beside_the_images(places, tmp_path, monkeypatch):
     shutil.copytree(places["flat"], folder)
     ask = partial(predict, str(places["model"]), str(folder), folder / "p.parquet", part=6)
     with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
-        killed.setattr(Parts, "join", lambda task: (_ for _ in ()).throw(KeyboardInterrupt()))
+        killed.setattr(PartFiles, "join", lambda task: (_ for _ in ()).throw(KeyboardInterrupt()))
         ask()
     assert len(list((folder / "p.parquet.parts").glob("*.parquet"))) == 4
     assert ask()["done_before"] == ask()["done_before"] == 23

@@ -26,11 +26,11 @@ def test_the_recorded_layout_decides_as_the_packed_one(method):
     model = build("vit", METHODS[method]())
     images = images_for(model)
     with torch.no_grad():
-        wanted, flow = model(images, layout="packed"), model.run(images, Padded.start)
-    assert torch.equal(wanted.trace.depth, flow.trace.depth)
-    torch.testing.assert_close(flow.logits, wanted.logits, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(flow.features, wanted.features, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(model.macs(flow.trace), model.macs(wanted.trace))
+        wanted, padded = model(images, layout="packed"), model.run(images, Padded.start)
+    assert torch.equal(wanted.trace.depth, padded.trace.depth)
+    torch.testing.assert_close(padded.logits, wanted.logits, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(padded.features, wanted.features, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(model.macs(padded.trace), model.macs(wanted.trace))
 
 
 @pytest.mark.parametrize("backbone", ["distilled", "average", "registers", "hf_vit"])
@@ -39,9 +39,9 @@ def test_every_kind_of_backbone(backbone):
     model = build(backbone, METHODS["AHT_merge"]())
     images = images_for(model)
     with torch.no_grad():
-        wanted, flow = model(images, layout="packed"), model.run(images, Padded.start)
-    assert torch.equal(wanted.trace.depth, flow.trace.depth)
-    torch.testing.assert_close(flow.logits, wanted.logits, atol=1e-5, rtol=1e-4)
+        wanted, padded = model(images, layout="packed"), model.run(images, Padded.start)
+    assert torch.equal(wanted.trace.depth, padded.trace.depth)
+    torch.testing.assert_close(padded.logits, wanted.logits, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("moves", [(), (2,), (1, 3)])
@@ -148,7 +148,7 @@ def test_what_onnx_has_no_form_of_is_named(tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("moves", [(), None])
-def test_who_halts_before_there_are_heirs_is_gone(moves):
+def test_who_halts_before_the_first_merge_is_gone(moves):
     """Free plans may stop a token before the first stage: nobody inherits from it, then or later."""
     for threshold in (0.55, 0.9):
         free = dwindle.AHT(

@@ -160,11 +160,11 @@ def part(model: dwindle.AdaptiveViT) -> None:
     with torch.no_grad():
         out = model(images_for(model, dtype=next(model.parameters()).dtype), layout="masked")
     score = sign * out.trace.stack("score", sign * -torch.inf)[:-1, :, 0]  # (L - 1, B)
-    gauge = {ACT: score.cumsum(0), PonderNet: 1 - (1 - score).cumprod(0)}.get(type(method), score)
-    values = gauge[gauge.isfinite()].unique()
+    measure = {ACT: score.cumsum(0), PonderNet: 1 - (1 - score).cumprod(0)}.get(type(method), score)
+    values = measure[measure.isfinite()].unique()
 
     def quality(i: int) -> tuple[int, float]:
-        stops = (gauge < (values[i] + values[i + 1]) / 2).long().cumprod(0).sum(0)
+        stops = (measure < (values[i] + values[i + 1]) / 2).long().cumprod(0).sum(0)
         return len(stops.unique()), float((values[i + 1] - values[i]) / values[i].abs())
 
     best = max(range(len(values) - 1), key=quality)

@@ -58,11 +58,11 @@ COMMANDS = {  # the module here that has a function of that name, and what it do
 
 def sentences() -> dict[str, str]:
     """What each command does: ours, and those that families of models answer."""
-    said = {name: [text] for name, (_, text) in COMMANDS.items()}
+    texts_of = {name: [text] for name, (_, text) in COMMANDS.items()}
     for family in families():
         for name, text in family.commands.items():
-            said.setdefault(name, []).append(text)
-    return {name: " ".join(text for text in texts if text) for name, texts in said.items()}
+            texts_of.setdefault(name, []).append(text)
+    return {name: " ".join(text for text in texts if text) for name, texts in texts_of.items()}
 
 
 class Commands(TyperGroup):

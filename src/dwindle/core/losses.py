@@ -25,9 +25,9 @@ def distill_loss(logits: Tensor, teacher_logits: Tensor, kind: str = "soft", tem
     head of its own 'token') the cross-entropy with the teacher's answer."""
     if kind != "soft":
         return label_loss(logits, teacher_logits.argmax(-1))
-    said = F.log_softmax(logits.float() / temperature, -1)
-    wanted = F.log_softmax(teacher_logits.float() / temperature, -1).expand_as(said)
-    return F.kl_div(said, wanted, reduction="none", log_target=True).sum(-1) * temperature**2
+    learned = F.log_softmax(logits.float() / temperature, -1)
+    wanted = F.log_softmax(teacher_logits.float() / temperature, -1).expand_as(learned)
+    return F.kl_div(learned, wanted, reduction="none", log_target=True).sum(-1) * temperature**2
 
 
 def feature_loss(features: Tensor, wanted: Tensor) -> Tensor:

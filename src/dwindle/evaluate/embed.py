@@ -19,7 +19,7 @@ from ..io.promise import promise_of
 from ..runtime.dtypes import converted, dtype_of
 from ..runtime.prepared import quickest
 from .fidelity import embedding
-from .parts import Columns, Parts, Reading, carried_out, identity, left
+from .parts import Columns, PartFiles, Reading, carried_out, identity, left
 
 HELD = 256 << 20  # bytes of features in a part
 
@@ -51,7 +51,7 @@ def embed(
         how = dataclasses.replace(how, part=max(1, min(how.part, HELD // one)))
     schema, images = _schema(model, sizes, patches), how.images(data)
     named = identity(lambda digest: _weights(model, digest), data, images, dtype, schema)
-    task, promise = Parts(path, len(images), how.part, named, schema), promise_of(model)
+    task, promise = PartFiles(path, len(images), how.part, named, schema), promise_of(model)
     about = {"width": sizes[0], "promise": promise} | ({"grid": list(sizes[1][:2])} if patches else {})
     if task.finished():
         return task.summary() | about | {"done_before": len(images)}

@@ -63,7 +63,7 @@ class Reading:
         return images if self.limit is None else images.select(np.arange(min(self.limit, len(images))))
 
 
-class Parts:
+class PartFiles:
     """Where the parts lie, and how they become one file."""
 
     def __init__(self, out: Path, images: int, part: int, identity: str, schema: Any) -> None:
@@ -193,7 +193,7 @@ def _as_it_is(rows: list) -> list:
 
 
 def carried_out(
-    task: Parts,
+    task: PartFiles,
     images: Images,
     reading: Reading,
     answer: Callable[[Tensor], Columns],
@@ -219,14 +219,14 @@ def carried_out(
     return before
 
 
-def left(task: Parts, reading: Reading) -> int:
+def left(task: PartFiles, reading: Reading) -> int:
     """Rows that this process still has to answer."""
     return sum(len(task.rows(k)) for k in range(reading.rank, task.count, reading.world) if not task.file(k).exists())
 
 
 def _answers(
     images: Images,
-    task: Parts,
+    task: PartFiles,
     parts: list[int],
     reading: Reading,
     answer: Callable[[Tensor], Columns],

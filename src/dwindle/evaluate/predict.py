@@ -20,7 +20,7 @@ from ..io.images import preprocess_of
 from ..runtime.dtypes import check_runs, converted, dtype_of
 from ..runtime.prepared import quickest
 from ..tasks.classify import load_classifier
-from .parts import Parts as Parts
+from .parts import PartFiles as PartFiles
 from .parts import Reading, carried_out, identity, left
 
 TOP = 5
@@ -43,7 +43,7 @@ def predict(
     check_runs(dtype, device)
     images = how.images(data)
     named = identity(lambda digest: _weights(checkpoint, digest), data, images, dtype, _schema())
-    task = Parts(path, len(images), how.part, named, _schema())
+    task = PartFiles(path, len(images), how.part, named, _schema())
     model = load_classifier(checkpoint)
     about, labels = _labels(model, images)
     if task.finished():
@@ -70,15 +70,15 @@ def _weights(checkpoint: str, digest: Any) -> None:
             digest.update((folder / name).read_bytes())
 
 
-def _summary(task: Parts) -> dict[str, Any]:
+def _summary(task: PartFiles) -> dict[str, Any]:
     import pyarrow.parquet as pq
 
     told = task.summary()
     answers = pq.read_table(task.out, columns=["label", "prediction"])
-    label, said = (answers[name].to_numpy() for name in ("label", "prediction"))
+    label, predicted = (answers[name].to_numpy() for name in ("label", "prediction"))
     labelled = ~np.isnan(label.astype(float))
     if labelled.any():
-        told |= {"labelled": int(labelled.sum()), "top1": round(100 * float((label == said)[labelled].mean()), 3)}
+        told |= {"labelled": int(labelled.sum()), "top1": round(100 * float((label == predicted)[labelled].mean()), 3)}
     return told
 
 

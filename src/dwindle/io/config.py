@@ -110,11 +110,11 @@ def _parsed(path: Path) -> Any:
 def signed(config: dict[str, Any]) -> dict[str, Any]:
     """The config as JSON has it, with its checksum. Neither the order of its names nor its spaces count."""
     try:
-        said = json.loads(json.dumps({name: value for name, value in config.items() if name != "config_sha256"}))
-        text = json.dumps(said, sort_keys=True)
+        kept = json.loads(json.dumps({name: value for name, value in config.items() if name != "config_sha256"}))
+        text = json.dumps(kept, sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:
         raise DwindleError(f"The config is no JSON ({error}); give `extra` of plain numbers, texts, lists.") from error
-    return said | {"config_sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return kept | {"config_sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def check_extra(extra: dict[str, Any]) -> None:

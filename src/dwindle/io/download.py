@@ -58,17 +58,17 @@ def answers() -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return True
-    said: SimpleQueue[bool] = SimpleQueue()
+    answers: SimpleQueue[bool] = SimpleQueue()
 
     def ask() -> None:
         heard = False
         with suppress(Exception):
             get_session().head(constants.ENDPOINT, timeout=PATIENCE)
             heard = True
-        said.put(heard)
+        answers.put(heard)
 
     Thread(target=ask, daemon=True).start()
     try:
-        return said.get(timeout=PATIENCE)
+        return answers.get(timeout=PATIENCE)
     except Empty:
         return False

@@ -242,5 +242,5 @@ class Preprocess:
 
 def preprocess_of(model: nn.Module) -> Preprocess:
     """What the checkpoint says; else what the model's family does."""
-    said: Any = getattr(model, "extra", {})
-    return Preprocess.from_dict(said.get("preprocess") or family_of(model).preprocess(model))
+    extra: Any = getattr(model, "extra", {})
+    return Preprocess.from_dict(extra.get("preprocess") or family_of(model).preprocess(model))

@@ -101,18 +101,18 @@ def evaluation_part(model: Any, data: str, holdout: float | None = None) -> Imag
 
 def _kept(model: Any) -> dict[str, Any]:
     """What the checkpoint says was held out."""
-    said = getattr(model, "extra", {}).get("holdout")
-    if not isinstance(said, dict):
+    kept = getattr(model, "extra", {}).get("holdout")
+    if not isinstance(kept, dict):
         return {}
-    share, seed = said.get("share"), said.get("seed")
+    share, seed = kept.get("share"), kept.get("seed")
     fits = isinstance(share, float) and 0 < share < 1 and isinstance(seed, int) and seed >= 0
-    return said if fits else {}
+    return kept if fits else {}
 
 
 def _trained_on(model: Any, data: str) -> bool:
     """Whether the checkpoint names this folder, whatever lay in it then."""
-    said = getattr(model, "extra", {}).get("data")
-    name = said.get("train") if isinstance(said, dict) else None
+    kept = getattr(model, "extra", {}).get("data")
+    name = kept.get("train") if isinstance(kept, dict) else None
     return isinstance(name, str) and (
         name == data or Path(name).expanduser().resolve() == Path(data).expanduser().resolve()
     )

@@ -341,7 +341,7 @@ def cifar100_deit_tiny() -> Comparison:
             _ablation("stages 3-6-9", stages=(3, 6, 9)),
             _ablation("stages 2-4-6-8-10", stages=(2, 4, 6, 8, 10)),
             _ablation("class token may halt", halt_class=True),
-            _ablation("no heirs", merge="none"),
+            _ablation("no merging", merge="none"),
             _ablation("one rest token", merge="rest"),
             _ablation("no importance", lambda_i=0.0),
             _ablation("no straight-through", straight_through=False),

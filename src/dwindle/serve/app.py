@@ -75,22 +75,22 @@ def _too_long(number: str) -> bool:
 def _say_errors(app: FastAPI) -> None:
     """Every error is {"error": one sentence}."""
 
-    def said(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    def answered(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
         return JSONResponse({"error": message}, status, headers)
 
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> Response:
-        return said(error.status, error.message, error.headers)
+        return answered(error.status, error.message, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         number = str(first.get("input", "")) if first["loc"][-1] in ("budget", "top") else ""
         status = 400 if _too_long(number) else 422
-        return said(status, f"'{first['loc'][-1]}' in the {first['loc'][0]}: {first['msg']}.")
+        return answered(status, f"'{first['loc'][-1]}' in the {first['loc'][0]}: {first['msg']}.")
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
         known = {404: "There is nothing at this address.", 405: "This address does not take that method."}
         headers = dict(error.headers) if error.headers else None
-        return said(error.status_code, known.get(error.status_code, str(error.detail)), headers)
+        return answered(error.status_code, known.get(error.status_code, str(error.detail)), headers)

@@ -47,11 +47,11 @@ class Bodies:
 
     async def _fill(self, body: Body, request: Request, most: int) -> None:
         too_much = Refused(413, f"The request has more than the {most} bytes allowed; send a smaller image.")
-        said = request.headers
-        encoded = said.get("content-encoding", "identity").lower() != "identity"
-        if encoded or said.get("transfer-encoding", "chunked").lower() != "chunked":
+        headers = request.headers
+        encoded = headers.get("content-encoding", "identity").lower() != "identity"
+        if encoded or headers.get("transfer-encoding", "chunked").lower() != "chunked":
             raise Refused(415, "The body has a Content-Encoding or Transfer-Encoding; send it as it is, or in chunks.")
-        declared = said.get("content-length", "")
+        declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > most:
             raise too_much
         try:

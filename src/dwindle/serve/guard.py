@@ -77,8 +77,8 @@ class Guard:
         if self.hosts and (refusal := self.hosts.refusal(headers, scope["http_version"])):
             return refusal
         if path == "/metrics" or path.startswith("/v1"):
-            said = next((value.decode("latin-1") for name, value in headers if name == b"authorization"), None)
-            if not authorised(said, self.token):
+            given = next((value.decode("latin-1") for name, value in headers if name == b"authorization"), None)
+            if not authorised(given, self.token):
                 return Refused(401, "A bearer token is required: send the header 'Authorization: Bearer ...'.")
         return None
 
@@ -112,17 +112,17 @@ class Hosts:
         return address.is_loopback or address in self.addresses or everywhere
 
     def refusal(self, headers: list[tuple[bytes, bytes]], version: str) -> Refused | None:
-        said = [value.decode("latin-1") for name, value in headers if name == b"host"]
-        if not said and version == "1.0":  # a load balancer's; browsers say it
+        named = [value.decode("latin-1") for name, value in headers if name == b"host"]
+        if not named and version == "1.0":  # a load balancer's; browsers say it
             return None
-        name = _name(said[0]) if len(said) == 1 else None
+        name = _name(named[0]) if len(named) == 1 else None
         if name is None:
             return Refused(400, "The request needs one Host header with the name of this server.")
         if not self.serves(name):
             return Refused(421, "The server is not known by this Host; start it with --allow-host and the name.")
         for origin in (value.decode("latin-1") for key, value in headers if key == b"origin"):
             scheme, _, rest = origin.partition("://")
-            own = rest.lower() == said[0].lower() and scheme in ("http", "https")
+            own = rest.lower() == named[0].lower() and scheme in ("http", "https")
             if not own and _name(rest) not in self.allowed and "*" not in self.allowed:
                 return Refused(403, "The request comes from a page of another server; allow it with --allow-host.")
         return None

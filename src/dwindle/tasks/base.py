@@ -169,9 +169,9 @@ def answers_of(model: Any) -> tuple[str, Answers]:
     """The task a model was trained for, and what its answers are. One that was never trained has no task ("") if its
     head is for patches; else its answers are classes."""
     extra = getattr(model, "extra", {})
-    said = extra.get("task")
-    if isinstance(said, dict) and said.get("answers") in SAID and isinstance(said.get("name"), str):
-        return said["name"], said["answers"]
+    kept = extra.get("task")
+    if isinstance(kept, dict) and kept.get("answers") in SAID and isinstance(kept.get("name"), str):
+        return kept["name"], kept["answers"]
     recipe = extra.get("recipe", {})
     if recipe.get("distill") == "features":
         return "features", "features"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 
-def rise(at: int, steps: int, low: float, high: float) -> float:
+def ramp(at: int, steps: int, low: float, high: float) -> float:
     """A straight line: `low` at step 0, `high` after `steps`."""
     return low + at * (high - low) / steps
 

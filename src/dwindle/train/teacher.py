@@ -1,4 +1,4 @@
-"""What a teacher says of a batch. Runs that see the same batches ask it once."""
+"""What a teacher answers to a batch. Runs that see the same batches ask it once."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class Answers:
     others. What there is no room for is asked again."""
 
     def __init__(self, room: Room | None = None) -> None:
-        self.said: dict[int, dict[str, Tensor]] = {}
+        self.by_step: dict[int, dict[str, Tensor]] = {}
         self.room = room or Room()
 
     def get(self, step: int, names: tuple[str, ...]) -> dict[str, Tensor] | None:
-        held = self.said.get(step, {})
+        held = self.by_step.get(step, {})
         return {name: held[name] for name in names} if held.keys() >= set(names) else None
 
-    def keep(self, step: int, said: dict[str, Tensor]) -> None:
-        held = self.said.setdefault(step, {})
+    def keep(self, step: int, answers: dict[str, Tensor]) -> None:
+        held = self.by_step.setdefault(step, {})
         for name in SMALL:
-            if name in said and name not in held and self.room.take(said[name]):
-                held[name] = said[name]
+            if name in answers and name not in held and self.room.take(answers[name]):
+                held[name] = answers[name]
 
 
 class Teacher:
@@ -81,7 +81,7 @@ class Teacher:
         self.cells: Size | None = None  # its own grid, after this many tokens that are no patches
         self.prefix = 0
         self.classes: Tensor | None = None  # the numbers that it knows the data's classes by, where they are others
-        # Where batches come again a run keeps what was said of them.
+        # Where batches come again a run keeps the answers.
         self.answers: Answers | None = Answers() if recipe.views else None
         self.asked = 0  # batches of the epoch it was really asked about
         self.compiled = False
@@ -94,10 +94,10 @@ class Teacher:
         self.asked += 1
         if recording and self.recorded is None:
             self.recorded = record(self.ask, self.model, x, what="its teacher")
-        said = self.ask(x) if self.recorded is None else self.recorded(x)
+        signals = self.ask(x) if self.recorded is None else self.recorded(x)
         if self.answers:
-            self.answers.keep(step, said)
-        return said
+            self.answers.keep(step, signals)
+        return signals
 
     def ask(self, x: Tensor) -> dict[str, Tensor]:
         """In as many micro-batches as the student learns in."""
@@ -111,17 +111,17 @@ class Teacher:
             x = F.interpolate(x, size=self.image, mode="bicubic", antialias=True)
         with autocast(self.device, self.halves), fast(self.model, self.compiled):
             out = self.model(x)
-        said = {}
+        signals = {}
         if "logits" in self.names:
-            said["logits"] = out.logits if self.classes is None else out.logits[:, self.classes]
+            signals["logits"] = out.logits if self.classes is None else out.logits[:, self.classes]
         if "states" in self.names:
             states = self.model.states(out)
-            said["states"] = states if self.grid is None else self._on_grid(states)
+            signals["states"] = states if self.grid is None else self._on_grid(states)
         if "attention" in self.names:
-            said["attention"] = out.trace.stack("attention").mean(0)
+            signals["attention"] = out.trace.stack("attention").mean(0)
         if "features" in self.names:
-            said["features"] = out.features if self.grid is None else self._on_grid(out.features)
-        return said
+            signals["features"] = out.features if self.grid is None else self._on_grid(out.features)
+        return signals
 
     def _on_grid(self, found: Tensor) -> Tensor:
         assert self.cells is not None
@@ -130,17 +130,17 @@ class Teacher:
             square = F.interpolate(square.permute(0, 3, 1, 2), size=self.grid, mode="bilinear").permute(0, 2, 3, 1)
         return square.flatten(1, 2)
 
-    def output(self, said: dict[str, Tensor], x: Tensor) -> Output:
+    def output(self, signals: dict[str, Tensor], x: Tensor) -> Output:
         """As losses take it: attention, the mean over blocks, stands at each of them."""
         shape = self.model.backbone.shape
         size = (x.shape[-2], x.shape[-1])
         trace = Trace((len(x), shape.tokens(size)), shape.prefix, shape.grid(size), shape.blocks)
         everyone = Where(trace.shape, live_BN=torch.ones(trace.shape, dtype=torch.bool, device=x.device))
         trace.lives = [everyone] * shape.blocks
-        trace.values = [{"attention": said["attention"]} if "attention" in said else {}] * shape.blocks
+        trace.values = [{"attention": signals["attention"]} if "attention" in signals else {}] * shape.blocks
         # What losses compare with answers: logits, or features after the last norm; None, if the task asks for neither.
-        answers: Any = said.get("logits", said.get("states"))
-        return Output(answers, trace, said.get("features", x.new_empty(0)))
+        answers: Any = signals.get("logits", signals.get("states"))
+        return Output(answers, trace, signals.get("features", x.new_empty(0)))
 
 
 @contextlib.contextmanager

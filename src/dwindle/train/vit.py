@@ -22,7 +22,7 @@ from ..methods import Method
 from ..methods.static import Static
 from .build import build_head, build_vit, fill_method, parameter_groups, teacher_classes
 from .learner import Learner
-from .schedule import cosine, rise
+from .schedule import cosine, ramp
 from .teacher import Teacher, fast
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class ViTLearner(Learner):
         total = self.task.steps
         warmup = min(int(self.recipe.warmup_epochs * self.task.steps_per_epoch), total // 2)
         if step < warmup:
-            return rise(step, warmup, LEAST, group["peak"])
+            return ramp(step, warmup, LEAST, group["peak"])
         return cosine(step, total, group["peak"], LEAST)
 
     def begin_step(self, progress: float) -> None:
@@ -135,8 +135,8 @@ class ViTLearner(Learner):
         x, y = self.task.mixed(x, y, seen)
         if self.teacher is None:
             return {"x": x, "y": y}
-        said = self.teacher(x, seen, self.recording)
-        return {"x": x, "y": y} | {f"teacher_{name}": value for name, value in said.items()}
+        signals = self.teacher(x, seen, self.recording)
+        return {"x": x, "y": y} | {f"teacher_{name}": value for name, value in signals.items()}
 
     def weights(self) -> Tensor:
         """Of the terms, in their order: they are brought in over time."""

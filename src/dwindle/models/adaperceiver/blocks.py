@@ -67,7 +67,7 @@ def steps(tokens: int, granularities: Sequence[int]) -> tuple[int, ...]:
 
 
 def block_mask(ends: tuple[int, ...], device: torch.device) -> Tensor:
-    """(N, N) bool, True where the row may look."""
+    """(N, N) bool, True where the query of the row sees the key of the column."""
     at, edges = torch.arange(ends[-1], device=device), numbers(ends, device)
     return at < edges[torch.searchsorted(edges, at, right=True)][:, None]
 

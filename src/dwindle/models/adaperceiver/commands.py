@@ -159,7 +159,7 @@ def policies(
         str, typer.Option(help="lambda of Eq. 14: for each, a policy of either kind is learned.")
     ] = "0.01,0.03,0.1",
     exits: Annotated[
-        str | None, typer.Option(help="Early exit also after these blocks only: 5,7,9. Each look costs something.")
+        str | None, typer.Option(help="Early exit also after these blocks only: 5,7,9. Each read-out costs something.")
     ] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the training images for each learned policy; 0: none.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Folder for the table and the learned policies.")] = None,

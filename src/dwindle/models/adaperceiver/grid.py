@@ -117,8 +117,8 @@ def between(
         x, y, count = x.to(place), y.to(place), count + len(y)
         for t in tokens:
             with torch.autocast(place.type, torch.bfloat16, enabled=amp and place.type == "cuda"):
-                said = fast(x, tokens=t).logits
-            right[t] += int((said.argmax(-1) == y).sum())
+                logits = fast(x, tokens=t).logits
+            right[t] += int((logits.argmax(-1) == y).sum())
     gmacs = {t: round(setting_macs(model, t, model.depth, model.width) / 1e9, 4) for t in tokens}
     return [
         {"tokens": t, "top1": round(100 * right[t] / count, 3), "gmacs": gmacs[t], "trained": t in model.tokens}
@@ -158,7 +158,7 @@ def exit_latencies(
     dtype: torch.dtype = torch.float32,
     seconds: float = 4.0,
 ) -> list[dict[str, Any]]:
-    """Early exit executed on real images, so many at a time: the whole network first, then each (confidence, looks)
+    """Early exit executed on real images, so many at a time: the whole network first, then each (confidence, depths)
     asked for, timed turn about. `promised` is the speedup that MACs would give, read-outs counted. The first images
     come again where that fills the last batch.
     """

@@ -23,13 +23,13 @@ SIZES = 8  # of batches that graphs are made for, in equal steps
 
 
 class Leaving:
-    """`model.run(images, *setting, exit, looks)` for images of one shape.
+    """`model.run(images, *setting, exit, exit_depths)` for images of one shape.
 
-    A graph runs the blocks up to the next look, reads everyone out, writes down the answers of those that leave and
-    moves those that stay to the front. The host learns how many stay and goes on with the smallest graph that holds
-    them; what else lies there is computed and ignored. A graph reads from one place and writes to the other, so
-    recording it amid a call, which runs it several times, changes nothing. It is recorded when first needed, from the
-    model as it then is: a changed model needs a new `Leaving`.
+    A graph runs the blocks up to the next exit, reads all images out, stores the answers of those that leave and moves
+    those that stay to the front. The host learns how many stay and goes on with the smallest graph that holds them; the
+    other rows are computed and ignored. A graph is recorded when a call first needs it, which runs it several times: as
+    it reads from one buffer and writes to another, each run gives the same. It holds the model as it was then: a
+    changed model needs a new `Leaving`.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Leaving:
         setting: Setting,
         exit_depths: Exits = None,
     ) -> None:
-        """keeper: knows the model, and the memory that all its recordings work in, one at a time. looks: depths after
-        which images may leave; None: all.
+        """keeper: knows the model, and the memory that all its recordings work in, one at a time.
+        exit_depths: depths after which images may leave; None: all.
         """
         self.keeper, self.setting, last = keeper, setting, setting[1]
         ends = [depth for depth in range(1, last) if exit_depths is None or depth in exit_depths]
@@ -119,9 +119,9 @@ class Leaving:
                 size = next(s for s in self.sizes if s >= staying)
             stopped, logits, features = self.left.tolist(), self.logits.clone(), self.features.clone()
         model = self.keeper.model
-        looked = torch.zeros(model.depth, 1, dtype=torch.bool)
-        looked[[end - 1 for _, end in self.stretches]] = True
-        reads = looked & (torch.arange(model.depth)[:, None] < torch.tensor(stopped))  # until it left
+        exits = torch.zeros(model.depth, 1, dtype=torch.bool)
+        exits[[end - 1 for _, end in self.stretches]] = True
+        reads = exits & (torch.arange(model.depth)[:, None] < torch.tensor(stopped))  # until it left
         trace = trace_of(model, images, [tokens] * count, stopped, [width] * count, reads)
         return Output(logits, trace, features)
 

@@ -98,8 +98,8 @@ class AdaPerceiver(Network):
         patches: Tensor | None = None,
     ) -> Output:
         """Each setting is one number, or one per image. exit: leave where the answer's confidence reaches it; exits:
-        after these blocks only, for each look at the answer costs something. patches: the images' input tokens, where
-        they were asked for already.
+        after these blocks only, as each read-out costs something. patches: the images' input tokens, where they were
+        computed already.
 
         What computes faster is for weights that stay: `prepare`.
         """
@@ -171,9 +171,8 @@ class AdaPerceiver(Network):
     ) -> Iterator[tuple[int, list[int], Tensor, Tensor]]:
         """Run images of one token count and width; yields (depth, images, answers, output tokens) as they leave.
 
-        looks: depths after which images leave whose confidence reaches `exit`; there everyone is read out, and the host
-        waits for the device. Those that go on are one selection. reads: (L, B) takes note of who was read out at which
-        depth.
+        exit_depths: after these blocks every image is read out, the host waits for the answers, and images leave whose
+        confidence reaches `exit`. reads: (L, B), True is written for each image and depth that was read out.
         """
         turn, attend = self._prepare(t, patches)
         answers = self._answering(turn)

@@ -60,7 +60,7 @@ def exits(
     found: Grid, threshold: float, tokens: Tensor, most: Tensor | None = None, exit_depths: Exits = None
 ) -> Tensor:
     """(n,) the depth, from 1, at which each image is sure enough; tokens: (n,) index of its granularity; most: (n,) the
-    depth at which it leaves in any case; looks: depths after which it may leave before, None: all.
+    depth at which it leaves in any case; exit_depths: where it may leave before, None: anywhere.
     """
     at = torch.arange(len(tokens))
     sure = found.confidence[-1][:, tokens, at] >= threshold  # (L, n)
@@ -79,12 +79,10 @@ def early_exit(
     most: Tensor | None = None,
     exit_depths: Exits = None,
 ) -> tuple[Tensor, Tensor]:
-    """I.2, each image by its own confidence: what was right (n,), and the MACs with a read-out at every look."""
+    """I.2, each image by its own confidence: what was right (n,), and the MACs with a read-out at every exit."""
     at, depths = torch.arange(len(tokens)), exits(found, threshold, tokens, most, exit_depths)
     every = range(1, model.depth + 1)
-    reads = {
-        d: 1 + len([look for look in (every if exit_depths is None else set(exit_depths)) if look < d]) for d in every
-    }
+    reads = {d: 1 + len([at for at in (every if exit_depths is None else set(exit_depths)) if at < d]) for d in every}
     price = torch.tensor(
         [[float(setting_macs(model, t, d, model.width, reads=reads[d])) for d in every] for t in model.tokens],
         dtype=torch.float64,
@@ -183,7 +181,7 @@ def table_6(
     thresholds: Sequence[float] = (0.8, 0.9, 0.95),
     exit_depths: Exits = None,
 ) -> list[dict[str, Any]]:
-    """Every policy; where looks are given, early exit after these blocks only, beside that after all. Beside each row:
+    """Every policy; with `exit_depths` also early exit after these blocks only. Beside each row:
     `fixed_top1`, what the trained numbers of tokens reach at its cost, between two by share; `best_fixed_top1`, the
     best of all fixed settings (tokens, depth, width) that cost no more.
     """

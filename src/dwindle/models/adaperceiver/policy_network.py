@@ -103,9 +103,9 @@ def load_policy(model: AdaPerceiver, path: str | Path) -> PolicyNetwork:
     """A policy that was learned for this network, ready to choose."""
     weights = read_weights(Path(path))
     with safe_open(path, "pt") as file:
-        said = (file.metadata() or {}).get("choices")
+        listed = (file.metadata() or {}).get("choices")
     try:
-        choices = [(int(tokens), int(depth)) for tokens, depth in json.loads(said or "[]")]
+        choices = [(int(tokens), int(depth)) for tokens, depth in json.loads(listed or "[]")]
     except (ValueError, TypeError, RecursionError):
         choices = []
     if not choices:
@@ -145,9 +145,9 @@ def train_policies(
             x, y = x.to(place), y.to(place)
             with torch.no_grad(), torch.autocast(place.type, torch.bfloat16, enabled=place.type == "cuda"):
                 patches = fast.embed(x)
-                said = fast.every(x, depths=depths, patches=patches)  # (L, G, B, classes)
-            answers = said.flatten(0, 2).float()
-            loss = F.cross_entropy(answers, y.repeat(len(answers) // len(y)), reduction="none").view(said.shape[:3])
+                logits = fast.every(x, depths=depths, patches=patches)  # (L, G, B, classes)
+            answers = logits.flatten(0, 2).float()
+            loss = F.cross_entropy(answers, y.repeat(len(answers) // len(y)), reduction="none").view(logits.shape[:3])
             for learner in learners:
                 asked = [loss[depths.index(d), model.tokens.index(t)] for t, d in learner.policy.choices]
                 learner.step(patches.float(), torch.stack(asked))

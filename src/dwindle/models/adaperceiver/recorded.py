@@ -61,7 +61,7 @@ class Recorder(Keeper["AdaPerceiver"]):
         path = self._paths.get(key)
         out = None if path is None or exit is not None else path(images, exit)
         if out is None:
-            # Who leaves at a look is a decision, which another order of sums may change: it is recorded at once.
+            # An exit is a decision, and another order of sums may change it: so the first call records already.
             if path is None and (exit is not None or key in self._paths):
                 path = self._record(images, setting, exit is not None, exit_depths)
             out = (path or self._eager(setting, exit_depths))(images, exit)

@@ -78,7 +78,9 @@ def check_exits(model: AdaPerceiver, exits: Sequence[int]) -> None:
     """Refuse depths that this network does not have."""
     if not exits or not all(isinstance(at, int) and 1 <= at <= model.depth for at in exits):
         given = ", ".join(map(str, exits)) or "none"
-        raise DwindleError(f"exits = {given}: name one or more blocks after which to look, from 1 to {model.depth}.")
+        raise DwindleError(
+            f"exits = {given}: name one or more blocks after which images may leave, from 1 to {model.depth}."
+        )
 
 
 def trace_of(

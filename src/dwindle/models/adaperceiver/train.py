@@ -21,7 +21,7 @@ from ...methods.static import Static
 from ...tasks.images import ImageTask
 from ...train.build import teacher_classes
 from ...train.learner import Learner
-from ...train.schedule import cosine, rise
+from ...train.schedule import cosine, ramp
 from ...train.teacher import Teacher
 from .grid import grid
 from .model import AdaPerceiver, Answers
@@ -159,7 +159,7 @@ class AdaLearner(Learner):
         at, total = step - ends[stage], max(ends[stage + 1] - ends[stage], 1)
         warm = min(int(recipe.warmup_epochs * each), total // 2)
         peak = recipe.scaled(1) * recipe.lr * recipe.stage_lr[stage]
-        rate = rise(at, warm, LEAST, peak) if at < warm else cosine(at - warm, total - warm, peak, min(LAST, peak))
+        rate = ramp(at, warm, LEAST, peak) if at < warm else cosine(at - warm, total - warm, peak, min(LAST, peak))
         return rate * group["share"]
 
     def row(self, seconds: float, steps: int) -> dict[str, float]:

@@ -53,7 +53,7 @@ class Moment:
 
     depth: int  # of the block, from 0
     x: Tensor  # (B, N, D): the stream
-    before: Gate | None  # what was said of the block before
+    before: Gate | None  # the verdicts on the block before
     read: Callable[[Tensor], Tensor]  # the logits a stream would give now
     at: int = 0  # position of the first token
 

@@ -112,7 +112,7 @@ def _same_place(x: Tensor, y: Tensor) -> bool:
 
 
 def everyone(images: int, count: int, device: torch.device) -> tuple[Tensor, Rows]:
-    """How a forward pass begins: all rows live, as a sheet and as a list."""
+    """How a forward pass begins: all rows live, dense (B, N) and as a list."""
     live = torch.ones(images, count, dtype=torch.bool, device=device)
     every = torch.arange(images * count, dtype=torch.int32, device=device)
     return live, Rows(every, torch.arange(0, images * count + 1, count, dtype=torch.int32, device=device))
