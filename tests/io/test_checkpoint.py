@@ -99,7 +99,7 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError("disk full")
 
-    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    monkeypatch.setattr("dwindle.files.save_file", fail)
     with pytest.raises(dwindle.DwindleError, match="disk full"):
         dwindle.save(model, folder)
     assert (folder / "model.safetensors").read_bytes() == before and sorted(os.listdir(tmp_path)) == ["ck"]

@@ -6,6 +6,7 @@ B images, P input tokens, N latents, D width. The forward passes over these part
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -38,17 +39,47 @@ Rising = Annotated[tuple[Size, ...], Count(1, 64)]
 Tokens = Annotated[tuple[Annotated[int, Within(1, 4096)], ...], Count(1, 64)]  # each of them sees all the others
 
 
+@dataclass(frozen=True)
+class Images:
+    """What the network is given."""
+
+    image: Size = 224  # the side it is trained at
+    patch: Size = 16
+    channels: Size = 3
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding: `rope_beyond` is what positions beyond the trained ones are given."""
+
+    rope_theta: Above0 = 10000.0
+    rope: Literal["halves", "pairs"] = "halves"
+    rope_beyond: Literal["continue", "stretch"] = "continue"
+
+
+@dataclass(frozen=True)
+class Answering:
+    """What the network answers; features: with outputs = both, the size of a patch's."""
+
+    classes: Classes = 1000
+    outputs: Literal["class", "dense", "both"] = "class"
+    head: Literal["linear", "mlp", "ffn"] = "linear"
+    features: Size | None = None
+    readouts: Literal["shared", "own"] = "shared"
+
+
+IMAGES, ROPE, ANSWERING = Images(), Rope(), Answering()
+
+
 class Network(nn.Module):
-    """The parts of `AdaPerceiver`, which says what the arguments mean."""
+    """The parts of `AdaPerceiver`, which says what the arguments mean. The fields of the groups (`images`, `rotary`,
+    `answering`) are given by their own names."""
 
     @checked
     def __init__(
         self,
         *,
-        classes: Classes = 1000,
-        image: Size = 224,
-        patch: Size = 16,
-        channels: Size = 3,
+        images: Images = IMAGES,
         width: Size = 832,
         depth: Depth = 21,
         heads: Size = 13,
@@ -56,18 +87,14 @@ class Network(nn.Module):
         tokens: Tokens = (32, 64, 96, 128, 192, 256),
         widths: Rising | None = (416, 624, 832),
         layer_scale: float = 1e-5,
-        rope_theta: Above0 = 10000.0,
-        rope: Literal["halves", "pairs"] = "halves",
-        rope_beyond: Literal["continue", "stretch"] = "continue",
         norm_eps: Annotated[float, Within(0, 1, over=True, under=True)] = 1e-5,
-        outputs: Literal["class", "dense", "both"] = "class",
-        head: Literal["linear", "mlp", "ffn"] = "linear",
-        features: Size | None = None,
-        readouts: Literal["shared", "own"] = "shared",
+        rotary: Rope = ROPE,
+        answering: Answering = ANSWERING,
         mask: Literal["blocks", "open"] = "blocks",
     ) -> None:
         super().__init__()
         widths = widths or (width,)
+        image, patch, channels = images.image, images.patch, images.channels
         for given, fits, expected in (
             (f"image = {image}", not image % patch, f"it must be a multiple of the patch, {patch}"),
             (f"width = {width}", not width % (2 * heads), f"it must be a multiple of 2 x {heads} heads"),
@@ -79,24 +106,20 @@ class Network(nn.Module):
             ),
             (f"ffn_ratio = {ffn_ratio}", int(min(widths) * ffn_ratio) >= 1, "it leaves the least width no neuron"),
             (
-                f"features = {features}",
-                (features is None) == (outputs != "both"),
+                f"features = {answering.features}",
+                (answering.features is None) == (answering.outputs != "both"),
                 "outputs = both, and nothing else, needs the size of a patch's features",
             ),
         ):
             if not fits:
                 raise DwindleError(f"{given}: {expected}.")
-        self.config: dict[str, Any] = {
-            **{"classes": classes, "image": image, "patch": patch, "channels": channels, "width": width},
-            **{"depth": depth, "heads": heads, "ffn_ratio": ffn_ratio, "tokens": tokens, "widths": widths},
-            **{"layer_scale": layer_scale, "rope_theta": rope_theta, "outputs": outputs, "head": head},
-            **{"rope": rope, "rope_beyond": rope_beyond, "norm_eps": norm_eps, "features": features},
-            **{"readouts": readouts},
-        }
+        shape = {"width": width, "depth": depth, "heads": heads, "ffn_ratio": ffn_ratio}
+        shape |= {"tokens": tokens, "widths": widths, "layer_scale": layer_scale, "norm_eps": norm_eps}
+        self.config: dict[str, Any] = asdict(images) | shape | asdict(rotary) | asdict(answering)
         self.mask = mask
-        self.classes, self.image, self.patch, self.channels = classes, image, patch, channels
+        self.classes, self.image, self.patch, self.channels = answering.classes, image, patch, channels
         self.width, self.depth, self.heads, self.ffn_ratio = width, depth, heads, ffn_ratio
-        self.tokens, self.widths, self.rope_theta, self.outputs = tokens, widths, rope_theta, outputs
+        self.tokens, self.widths, self.rope_theta, self.outputs = tokens, widths, rotary.rope_theta, answering.outputs
         self._drawn: partial | None = None
         self.attention: str | None = None  # 'steps', 'mask' or 'flex'; None: what suits the device
         self.extra: dict[str, Any] = {}
@@ -107,7 +130,7 @@ class Network(nn.Module):
         self.latent = nn.Parameter(torch.empty(1, width))
         self.read = Read(width, heads)
         self.blocks = nn.ModuleList(Block(width, heads, self.hidden(width), layer_scale) for _ in range(depth))
-        count = depth if readouts == "own" else 1
+        count = depth if answering.readouts == "own" else 1
         self.readouts: Any = nn.ModuleList(self._readout() for _ in range(count))
         for module in self.modules():
             if isinstance(module, nn.LayerNorm):
