@@ -295,7 +295,7 @@ def test_gumbel_decisions_are_hard_and_their_gradients_soft():
 
 def test_the_task_trains_the_predictors_also_through_dropped_tokens():
     model, out, logits = drawing(DynamicViT(stages=(1, 3), keep=0.6))
-    model.terms(out, torch.arange(5))["task"].backward()
+    model.loss(out, torch.arange(5))["task"].backward()
     for stage, logit in logits.items():
         decided = out.trace.live[stage - 1].clone()
         decided[:, 0] = False
@@ -335,7 +335,7 @@ def test_dynamicvits_losses_by_hand(layout):
     assert float(terms["features"]) == pytest.approx(distance, rel=1e-5)
     total = terms["task"] + terms["distill"] + 3 * terms["ratio"] + 0.25 * terms["features"]
     torch.testing.assert_close(terms["total"], total)
-    assert "features" not in model.terms(out, labels)
+    assert "features" not in model.loss(out, labels)
 
 
 # A teacher

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.backbone import LINEAR, Backbone, BlockParts, Shape, activation_name, as_written, linear_macs
+from ..core.backbone import Backbone, Shape
+from ..core.parts import LINEAR, BlockParts, activation_name, as_written, linear_macs
 from ..core.tokens import Tokens
 from ..errors import DwindleError
 from .hf_config import plain_options, rebuilt

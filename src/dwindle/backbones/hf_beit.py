@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.backbone import BlockParts
+from ..core.parts import BlockParts
 from ..core.tokens import Tokens
 from ..errors import DwindleError
 from ..settings import Share, Size, Stages

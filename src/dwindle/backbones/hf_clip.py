@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from ..core.backbone import Shape, linear_macs
+from ..core.backbone import Shape
+from ..core.parts import linear_macs
 from ..core.tokens import Tokens
 from ..errors import DwindleError
 from ..settings import Above0, AtLeast0, Classes, Depth, Share, Size, Word
@@ -58,7 +59,7 @@ class TwoTowers(TypedDict, total=False):
 class HuggingFaceCLIP(HuggingFace):
     family = "hf_clip"
     takes = "CLIP"
-    kinds = (
+    kinds: ClassVar[tuple[str, ...]] = (
         *("CLIPVisionModel", "CLIPVisionTransformer", "CLIPVisionModelWithProjection", "CLIPModel"),
         "CLIPForImageClassification",
     )

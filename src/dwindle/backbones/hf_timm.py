@@ -8,12 +8,13 @@ from typing import Any, TypedDict
 
 from torch import Tensor, nn
 
-from ..core.backbone import Backbone, BlockParts, Shape, backbone_of
+from ..core.backbone import Backbone, Shape, backbone_of
+from ..core.parts import BlockParts
 from ..core.tokens import Tokens
 from ..errors import DwindleError, unknown
 from ..settings import Classes, options
 from .hf_config import Names
-from .timm import Named
+from .timm_saved import Named
 
 KINDS = ("TimmWrapperModel", "TimmWrapperForImageClassification")
 

@@ -9,7 +9,7 @@ from timm.layers import PatchEmbed, get_act_layer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from ..core.backbone import BlockParts
+from ..core.parts import BlockParts
 from ..errors import DwindleError
 from .timm_base import TimmModel, plain_parts
 from .timm_saved import ACTIVATIONS

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..core.backbone import LINEAR, Backbone, BlockParts, Shape, activation_name, as_written, linear_macs
+from ..core.backbone import Backbone, Shape
+from ..core.parts import LINEAR, BlockParts, activation_name, as_written, linear_macs
 from ..errors import DwindleError
 from .timm_saved import FAILED, outline, rebuilt
 
@@ -136,19 +137,19 @@ class TimmModel(Backbone):
         return height, width
 
     @property
-    def grid(self) -> tuple[int, int]:
+    def built_for(self) -> tuple[int, int]:
         rows, columns = self.stem.grid_size
         return rows, columns
 
     @property
     def patch(self) -> tuple[int, int]:
         """The pixels that a token stands for: of a convolutional stem more than its last layer looks at."""
-        return self.image[0] // self.grid[0], self.image[1] // self.grid[1]
+        return self.image[0] // self.built_for[0], self.image[1] // self.built_for[1]
 
     def _check_grid(self) -> None:
         size, patch = self.image, self.patch
-        if (size[0] // patch[0], size[1] // patch[1]) != self.grid:
-            rows, columns = self.grid
+        if (size[0] // patch[0], size[1] // patch[1]) != self.built_for:
+            rows, columns = self.built_for
             raise DwindleError(
                 f"{type(self.vit).__name__} cannot be adapted: its {type(self.stem).__name__} makes {rows} x {columns} "
                 f"tokens of {size[0]} x {size[1]} pixels, which are no equal patches; build it for another img_size."
@@ -162,7 +163,7 @@ class TimmModel(Backbone):
             return stem.proj.in_channels * self.patch[0] * self.patch[1] * self.vit.embed_dim
         if self._stem is None or self._stem[0] != size:
             self._stem = size, _counted(stem, self.channels, size)
-        return round(self._stem[1] / (self.grid[0] * self.grid[1]))
+        return round(self._stem[1] / (self.built_for[0] * self.built_for[1]))
 
     @property
     def channels(self) -> int:

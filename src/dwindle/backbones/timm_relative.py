@@ -26,8 +26,8 @@ class TimmRelative(TimmModel):
         vit, (height, width) = self.vit, self.image
         if tuple(images.shape[-2:]) != self.image:
             raise DwindleError(
-                f"{type(vit).__name__} has a bias for each pair of {self.grid[0]} x {self.grid[1]} patches, and takes "
-                f"images of {height} x {width} pixels alone; build it for others with img_size=..."
+                f"{type(vit).__name__} has a bias for each pair of {self.built_for[0]} x {self.built_for[1]} patches, "
+                f"and takes images of {height} x {width} pixels alone; build it for others with img_size=..."
             )
         x: Tensor = vit.patch_embed(images)
         if vit.cls_token is not None:

@@ -12,7 +12,7 @@ from timm.models.eva import Eva
 from timm.models.naflexvit import NaFlexVit
 from torch import Tensor, nn
 
-from ..core.backbone import BlockParts
+from ..core.parts import BlockParts
 from ..core.tokens import Tokens
 from ..errors import DwindleError
 from .timm_base import TimmModel, plain_parts
@@ -101,7 +101,7 @@ class TimmNaFlex(Rotary):
         return rows, columns
 
     @property
-    def grid(self) -> tuple[int, int]:
+    def built_for(self) -> tuple[int, int]:
         return self.image[0] // self.patch[0], self.image[1] // self.patch[1]
 
     @property

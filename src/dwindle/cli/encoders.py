@@ -18,7 +18,7 @@ from ..evaluate.speedup import BUDGETS
 from ..evaluate.speedup import speedup as look_for
 from ..files import check_folder
 from ..io.card import write_card
-from ..io.checkpoint import save
+from ..io.checkpoint import is_checkpoint, save
 from ..io.encoders import adapted_encoder
 from ..io.images import preprocess_of
 from ..io.promise import told
@@ -26,6 +26,7 @@ from ..runtime.dtypes import check_runs, converted, dtype_of
 from ..runtime.export import check_images
 from ..show.drawing import save_figure
 from ..show.frontier import frontier
+from ..show.running import resumes, run_through
 from ..show.terminal import (
     Batch,
     Device,
@@ -49,6 +50,8 @@ from ..show.terminal import (
     tell_images,
     ticking,
 )
+from ..train.fit import epochs_in, fit_recipe, fitted, with_epochs
+from ..train.loop import Run
 
 COMPARED = 64
 SHOWN = ("name", "cost", "patch_cosine", "class_cosine", "neighbours", "top1", "drop", "ms", "speedup", "kept")
@@ -98,7 +101,8 @@ def fidelity(
         Path | None, typer.Option(help="Folder for the model, turned to the setting that keeps the promise.")
     ] = None,
     against: Annotated[
-        str | None, typer.Option(help="A checkpoint to agree with; by itself the same weights with nothing halted.")
+        str | None,
+        typer.Option(help="The model to agree with, as MODEL; by itself the same weights with nothing halted."),
     ] = None,
     weights: Weights = None,
     image_size: ImageSize = None,
@@ -119,8 +123,11 @@ def fidelity(
         wish = Wish(patch_cosine, class_cosine, confidence, certainty)
     elif out is not None:
         raise DwindleError(f"--out {out}: only a promise is saved; give --patch-cosine or --class-cosine as well.")
-    adapted = opened(model, weights, image_size, method, budget, dtype, place)
-    static = None if against is None else _static(against, dtype, place)
+    # Of a checkpoint there are none to give, so they are those of the model to agree with.
+    of_the_other = (weights, image_size) if against is not None and is_checkpoint(model) else (None, None)
+    own = (None, None) if any(of_the_other) else (weights, image_size)
+    adapted = opened(model, *own, method, budget, dtype, place)
+    static = _static(adapted, model, against, of_the_other, dtype, place)
     images = unlabelled(adapted, data, limit)
     promise, rest = None, images
     result: dict[str, Any] = {}
@@ -148,11 +155,7 @@ def fidelity(
             progress=lambda n: bar.advance(task, n),
         )
     summary = found.summary()
-    rows = [["patches", "patch"], ["class token or pooled", "class"]]
-    lines = [[what, *(summary[f"{name}_{part}"] for part in ("cosine", "q05", "least"))] for what, name in rows]
-    show_table(f"{model} on {data}: cosine to static", ["name", "mean", "5% quantile", "least image"], lines)
-    told_of = {"cost": "cost", "neighbours": "% of nearest neighbours kept", "same_class": "% of classes kept"}
-    console.print(plain(", ".join(f"{what} {summary[name]}" for name, what in told_of.items() if name in summary)))
+    show_agreement(f"{model} on {data}", summary)
     tell_images(rest)
     if promise is not None and wish is not None:
         kept = float(wish.kept(found.class_cosine, found.patch_cosine).float().mean())
@@ -276,6 +279,63 @@ def speedup(
     finish(summary)
 
 
-def _static(source: str, dtype: str, place: str) -> AdaptiveViT:
-    """What to agree with: the checkpoint's weights, with nothing halted."""
-    return static_twin(opened(source, None, None, None, None, dtype, place))
+def fit(
+    model: Encoder,
+    data: Photos,
+    budget: Annotated[float, typer.Option(help="The share of the static cost that the model may have.")] = 0.5,
+    out: Annotated[Path | None, typer.Option(help="Folder for the checkpoint; by itself runs/fit.")] = None,
+    method: Annotated[str, typer.Option(help="ToMe, TopK, AHT, ...: what says which tokens stop.")] = "ToMe",
+    learns: Annotated[
+        str, typer.Option(help="return: what stopped tokens get back (and planners); small: norms too; all.")
+    ] = "small",
+    epochs: Annotated[int | None, typer.Option(help="Times through the images; by itself 10.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="In place of epochs: about so long.")] = None,
+    eval_data: Annotated[str | None, typer.Option(help="Images to compare on; by itself a tenth is held out.")] = None,
+    weights: Weights = None,
+    image_size: ImageSize = None,
+    batch: Annotated[int, typer.Option(help="Images of a step.")] = 32,
+    set: Annotated[list[str] | None, typer.Option(help="Change a setting of the recipe. Repeatable.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a stopped run was.")] = False,
+    limit: Limit = None,
+    device: Device = None,
+) -> None:
+    """Train, then compare with the static model."""
+    place, folder = device_for(device), out or Path("runs") / "fit"
+    if epochs is not None and minutes is not None:
+        raise DwindleError(f"--epochs {epochs} and --minutes {minutes:g}: each sets how long it takes; give one.")
+    given: dict[str, Any] = {"method": method, "learns": learns, "batch": batch, "settings": set or []}
+    recipe = fit_recipe(model, budget, weights=weights, image_size=image_size, epochs=epochs or 10, **given)
+    where: dict[str, Any] = {"eval_data": eval_data, "limit": limit}
+    if minutes is not None:
+        recipe = with_epochs(recipe, epochs_in(recipe, data, minutes, place, **where))
+    run = Run(recipe, data, folder, device=place, resume=resumes(resume, folder), **where)
+    if not run_through(run):
+        return
+    result = {"out": str(folder), "epochs": recipe.epochs, **fitted(run, batch)}
+    show_agreement(f"{model} at {budget:g}, fitted on {data}", result)
+    tell_images(run.task.eval_images)
+    console.print(plain(f"Saved in {folder}: dwindle.load({str(folder)!r})"), soft_wrap=True)
+    finish(result | run.task.about() | run.task.noticed())
+
+
+def show_agreement(title: str, summary: dict[str, Any]) -> None:
+    rows = [["patches", "patch"], ["class token or pooled", "class"]]
+    lines = [[what, *(summary[f"{name}_{part}"] for part in ("cosine", "q05", "least"))] for what, name in rows]
+    show_table(f"{title}: cosine to static", ["name", "mean", "5% quantile", "least image"], lines)
+    told_of = {"cost": "cost", "neighbours": "% of nearest neighbours kept", "same_class": "% of classes kept"}
+    console.print(plain(", ".join(f"{what} {summary[name]}" for name, what in told_of.items() if name in summary)))
+
+
+def _static(
+    model: AdaptiveViT, name: str, against: str | None, of_it: tuple[str | None, int | None], dtype: str, place: str
+) -> AdaptiveViT | None:
+    """What to agree with, nothing halted in it; None: the model's own weights. of_it: its weights and image size."""
+    if against is not None:
+        return static_twin(opened(against, *of_it, None, None, dtype, place))
+    recipe = getattr(model, "extra", {}).get("recipe", {})
+    if recipe.get("task") == "features" and not recipe.get("freeze_backbone"):
+        raise DwindleError(
+            f"{name} was fitted, so that its own weights are not those of the model whose features it has; name that "
+            "one by --against, such as a timm name with --weights."
+        )
+    return None

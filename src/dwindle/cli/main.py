@@ -33,6 +33,10 @@ COMMANDS = {  # the module here that has a function of that name, and what it do
         "train",
         "Search lambda_p and lambda_t with Optuna, judged on held-out training images. A killed search goes on.",
     ),
+    "fit": (
+        "encoders",
+        "Make a model's features true again at a budget: from images without labels, with the static model as teacher.",
+    ),
     "fidelity": (
         "encoders",
         "How close a model's features are to the static model's, on unlabelled images; and the cheapest setting that "

@@ -9,14 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ..core import processes as ranks
 from ..errors import DwindleError
 from ..experiments.compare import Compare
 from ..experiments.search import check_searchable, ranges
 from ..experiments.search import search as look
 from ..files import write_text
 from ..recipes import find_comparison, find_recipe, made
-from ..show.running import resumes
+from ..show.running import resumes, run_through
 from ..show.terminal import (
     Data,
     Device,
@@ -27,7 +26,6 @@ from ..show.terminal import (
     finish,
     needed,
     only_for,
-    plain,
     progress_bar,
     show_table,
     ticking,
@@ -75,27 +73,7 @@ def train(
     run = Run(settings, data, out, eval_data=eval_data, device=device_for(device), resume=resume, limit=limit)
     if holdout and not run.task.holdout:
         raise DwindleError(f"--holdout {holdout}: '{eval_data or data}' has images to evaluate on; leave it out.")
-    speaks = ranks.rank() == 0  # of several processes one
-    with progress_bar(speaks) as bar:
-        task = bar.add_task("training", total=run.task.steps, completed=run.step)
-
-        def tick(step: int, steps: int, terms: dict[str, Any]) -> None:
-            description = f"epoch {run.epoch + 1}/{run.task.epochs}"
-            if step % 20 == 0:  # reading a number off the GPU waits for it
-                numbers = {"loss": "total", "cost": "cost"}
-                shown = [f"{what} {float(terms[name]):.3f}" for what, name in numbers.items() if name in terms]
-                bar.update(task, description="  ".join([description, *shown]))
-            bar.update(task, completed=step)
-
-        counted = run.task.numbered_by
-        for numbers in run.epochs(tick):
-            if speaks:
-                if len(run.history) == 1 and run.task.told():
-                    aside.print(f"evaluated on {plain(run.task.told())}", soft_wrap=True)
-                shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k in run.task.shown)
-                aside.print(f"{counted} {int(numbers[counted])}  {shown}")
-    ranks.leave()
-    if speaks:
+    if run_through(run):
         finish({"out": str(out), **(run.history[-1] if run.history else {}), **run.task.about(), **run.task.noticed()})
 
 

@@ -72,7 +72,8 @@ class Turn(nn.Module):
     def of(block: nn.Module, call: Call, depth: int) -> nn.Module:
         """It passes for a block of its class: transformers records what modules of a class return. Made by no class's
         own way, which for a sharded block would be another's."""
-        turn: Turn = object.__new__(_turn(type(block)))
+        kind: Any = type(block)
+        turn: Turn = object.__new__(_turn(kind))
         nn.Module.__init__(turn)
         turn.__dict__.update(_block=block, _call=call, _depth=depth)  # no part of it: nobody shall walk into the block
         return turn
@@ -316,10 +317,11 @@ def adaptive_part(model: nn.Module) -> AdaptiveViT:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The model as it was before `adapt`, itself or in its part (its weights as trained since)."""
-    part: Any = adaptive_part(model)
-    if part is model:
-        plain: nn.Module = part.unwrap()
-        return plain
+    part = adaptive_part(model)
     name = next(name for name, module in model.named_modules() if module is part)
-    model.set_submodule(name, part.unwrap())
+    inner: nn.Module = part.unwrap()
+    if not name:
+        return inner
+    outer, _, own = name.rpartition(".")
+    setattr(model.get_submodule(outer), own, inner)
     return model

@@ -114,10 +114,10 @@ class Method(nn.Module):
     def check_settings(self) -> None:
         """Refuse a setting turned to NaN, which is in no order: every token would stop at it, or none. Numbers on a GPU
         are not looked at, as each look waits for it."""
-        given = {name: value for name, value in vars(self).items() if isinstance(value, float)}
-        for name, value in (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)):
-            if type(value) in (Tensor, nn.Parameter) and value.device.type == "cpu" and value.numel() == 1:
-                given[name] = value.item()
+        given: dict[str, float] = {name: value for name, value in vars(self).items() if isinstance(value, float)}
+        for name, held in (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)):
+            if type(held) in (Tensor, nn.Parameter) and held.device.type == "cpu" and held.numel() == 1:
+                given[name] = held.item()
         for name, value in given.items():
             require(value == value, f"{name} = nan", f"at it {type(self).__name__} decides nothing; set it to a number")
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -19,12 +17,12 @@ from .cost import static_macs, trace_macs
 from .face import Call, Face, Start, answered, place, with_loss
 from .give_back import GiveBack
 from .heads import PatchHead
-from .losses import DISTILLATIONS, distill_loss, label_loss
 from .masked import Masked
 from .method import Method
 from .packed import Packed
 from .registry import family_of
 from .run import compiled_now
+from .terms import loss_terms
 from .trace import Trace
 
 if TYPE_CHECKING:
@@ -246,10 +244,10 @@ class AdaptiveViT(Face):
         is held by `hold_budget`, once a step.
 
         labels: (B,) classes, or (B, classes) shares. teacher: what a static model said of the batch; adds "distill" and
-        grounds methods that ask for it. options: those of `terms`. weights: of the terms, in their order, where a
-        recorded step reads them; None: as the method says, and of the task and the teacher as given here.
+        grounds methods that ask for it. options: those of `core.terms.loss_terms`. weights: of the terms, in their
+        order, where a recorded step reads them; None: as the method says, and of task and teacher as given here.
         """
-        terms = self.terms(out, labels, teacher, **options)
+        terms = loss_terms(self, out, labels, teacher, **options)
         if weights is None:
             named = self.weights(label_weight, teacher_weight)
             total = torch.stack([named[name] * term for name, term in terms.items()]).sum()
@@ -265,100 +263,9 @@ class AdaptiveViT(Face):
         """Of the loss terms, by their names."""
         return {"task": label_weight, "distill": teacher_weight} | self.method.loss_weights
 
-    def terms(
-        self,
-        out: Output,
-        labels: Tensor,
-        teacher: Output | None = None,
-        *,
-        distill: str = "soft",
-        temperature: float = 1.0,
-        label_smoothing: float = 0.0,
-        answers: Tensor | None = None,
-        task_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-        teacher_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-    ) -> dict[str, Tensor]:
-        """The loss terms, unweighted.
-
-        answers: (B, ...) what the task reads of the model; None: its logits.
-        task_loss: of answers and targets, a number per image; None: the cross-entropy with labels.
-        teacher_loss: of answers and the teacher's, a number per image; None: what `distill` says.
-
-        distill: 'soft', KL(teacher || student); 'hard', cross-entropy with the teacher's answer; 'token', the same on
-        the distillation token's own head, while the class token's learns from the labels (DeiT).
-        """
-        if task_loss is None:
-            self._check_labels(labels, out.logits)
-            task_loss = partial(label_loss, smoothing=label_smoothing)
-        if teacher_loss is None:
-            if distill not in DISTILLATIONS:
-                raise unknown("distillation", distill, DISTILLATIONS)
-            teacher_loss = partial(distill_loss, kind=distill, temperature=temperature)
-        read = [out.logits if answers is None else answers]
-        heads = (out.logits, out.logits)
-        weights = self.method.exit_weights(out.trace)
-        if weights is not None and teacher is not None and distill == "token":
-            raise DwindleError(
-                f"{type(self.method).__name__} learns from an answer at every depth, the distillation token answers "
-                "once; distil with distill='soft' or 'hard'."
-            )
-        if weights is not None:
-            read = self._exits(out, answers)
-        elif teacher is not None and distill == "token":
-            heads = self.backbone.answers(out.features)
-            read = [heads[0]]
-
-        def mean(loss: Callable[[Tensor], Tensor], answers: list[Tensor]) -> Tensor:
-            """Of a loss per image, over images, and over depths where each has an answer of its own."""
-            losses = torch.stack([loss(answer) for answer in answers])
-            return (losses if weights is None else weights[: len(losses)] * losses).sum(0).mean()
-
-        terms = {"task": mean(lambda a: task_loss(a, labels), read)}
-        if teacher is not None and teacher.logits is not None:
-            taught = [heads[1]] if distill == "token" else read
-            terms["distill"] = mean(lambda a: teacher_loss(a, teacher.logits), taught)
-        return terms | self.method.losses(out, teacher)
-
-    def _exits(self, out: Output, answers: Tensor | None) -> list[Tensor]:
-        if answers is not None:
-            raise DwindleError(
-                f"{type(self.method).__name__} learns from the logits of every depth, and this task reads something "
-                "else of the model; take a method that answers once."
-            )
-        return out.trace.exits
-
     def states(self, out: Output) -> Tensor:
         """(B, N, D): the features as the wrapped model gives them, after its last norm."""
         return self.backbone.normed(out.features)
-
-    def _check_labels(self, labels: Tensor, logits: Tensor) -> None:
-        images, classes = logits.shape
-        if not isinstance(labels, Tensor) or labels.dtype == torch.bool or labels.is_complex():
-            kind = labels.dtype if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
-            raise DwindleError(f"The labels are {kind}; give a tensor of whole numbers, or of each class's share.")
-        if not self.backbone.shape.classes:
-            raise DwindleError(
-                f"This {type(self.vit).__name__} has no head (num_classes=0): it answers with an embedding, which has "
-                "no loss with labels; give it one (num_classes=...)."
-            )
-        shares = labels.is_floating_point()
-        if tuple(labels.shape) != ((images, classes) if shares else (images,)):
-            raise DwindleError(
-                f"Labels of shape {tuple(labels.shape)} and type {labels.dtype} do not fit {images} images; give whole "
-                f"numbers ({images},), or shares of the {classes} classes as floats ({images}, {classes})."
-            )
-        # On a GPU this look would cost a synchronisation; there the data was checked when it was opened.
-        if (
-            torch.compiler.is_compiling()
-            or labels.is_cuda
-            or shares
-            or 0 <= int(labels.min()) <= int(labels.max()) < classes
-        ):
-            return
-        raise DwindleError(
-            f"Labels run from {int(labels.min())} to {int(labels.max())}, but the model has {classes} classes (0 to "
-            f"{classes - 1}); give it a head that fits the data (num_classes=...)."
-        )
 
     @torch.no_grad()
     def macs(self, trace: Trace) -> Tensor:
@@ -402,18 +309,18 @@ class AdaptiveViT(Face):
 
     def check_images(self, images: Any) -> Tensor:
         """The images, if the model takes them."""
-        images = check_tensor(images)
-        wanted = self.backbone.misfit(images)
-        if wanted is not None or not images.is_floating_point():
+        given: Tensor = check_tensor(images)
+        wanted = self.backbone.misfit(given)
+        if wanted is not None or not given.is_floating_point():
             raise DwindleError(
-                f"Images of shape {tuple(images.shape)} and type {images.dtype} do not fit this model; it takes floats"
+                f"Images of shape {tuple(given.shape)} and type {given.dtype} do not fit this model; it takes floats"
                 f"{'' if wanted is None else ' ' + wanted}; resize the images or build the model with img_size=..."
             )
-        check_dtype(images, next(self.vit.parameters()).dtype)
+        check_dtype(given, next(self.vit.parameters()).dtype)
         self.backbone.check_heard()
         if self.checks and not (self.training or torch.compiler.is_compiling()):
             self.method.check_settings()
-        return images
+        return given
 
     def check_operating_point(self, given: Tensor, images: int) -> None:
         method = type(self.method).__name__

@@ -27,7 +27,7 @@ from ..errors import DwindleError
 from ..files import draft, write_text
 from ..io.datasets import Images, from_file
 from ..io.parquet import Parquet
-from .readers import open_images
+from ..io.sets import open_images
 
 PART = 2048  # rows; what a kill can cost
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,22 +13,14 @@ from torch import Tensor
 from ..errors import DwindleError
 from ..io.batches import loader
 from ..io.classes import known_classes
-from ..io.datasets import Images, from_file, limit, matched
-from ..io.folders import NoSplit, image_files
+from ..io.datasets import Images, limit, matched
+from ..io.folders import NoSplit
 from ..io.images import preprocess_of
 from ..io.opening import open_data
+from ..io.sets import open_images
 
 AT_ONCE = 16
 CALIBRATED = 500  # images at most: their static features are held
-
-
-def open_images(name: str) -> Images:
-    """As `open_data`; a folder with images of its own is just images, those of its folders too, without labels."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir() or os.sep in next(image_files(folder), os.sep):  # its own come first
-        return open_data(name, "test")
-    paths = np.array([os.fsencode(path) for path in sorted(image_files(folder), key=Path)])
-    return Images(name, partial(from_file, folder, paths), np.full(len(paths), -1))
 
 
 def unlabelled(model: Any, data: str, count: int | None = None) -> Images:

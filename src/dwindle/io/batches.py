@@ -72,6 +72,9 @@ class _Read(Dataset):
     def __init__(self, images: Images, seed: int, train: bool, augment: Augment | None) -> None:
         self.images, self.seed, self.train, self.augment = images, seed, train, augment
 
+    def __len__(self) -> int:
+        return len(self.images)
+
     def __getitem__(self, key: tuple[int, int, list[float] | None]) -> Any:
         """(item or None, {row: why}), or an error: raised here, torch would put a traceback into its message."""
         try:

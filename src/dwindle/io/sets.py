@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import DwindleError
 from .classes import known_classes
 from .datasets import Images, from_file, hold_out, limit, matched
-from .folders import EVALUATION, NoSplit
+from .folders import EVALUATION, NoSplit, image_files
 from .images import preprocess_of
 from .opening import open_data
 
@@ -33,6 +36,38 @@ def training_images(data: str, share: float) -> tuple[Images, Images | None, dic
         raise DwindleError(
             f"'{data}' has {len(train)} images and none to evaluate on; give --eval-data, or evaluate on the same with "
             "--holdout 0."
+        )
+    return (*hold_out(train, share, SEED), {"share": share, "seed": SEED, "of": fingerprint(train)})
+
+
+def is_flat(name: str) -> bool:
+    """Whether it is a folder with images of its own."""
+    folder = Path(name).expanduser()
+    return folder.is_dir() and os.sep not in next(image_files(folder), os.sep)  # its own come first
+
+
+def open_images(name: str) -> Images:
+    """As `open_data`; a folder with images of its own is just images, those of its folders too, without labels."""
+    if not is_flat(name):
+        return open_data(name, "test")
+    folder = Path(name).expanduser()
+    paths = np.array([os.fsencode(path) for path in sorted(image_files(folder), key=Path)])
+    return Images(name, partial(from_file, folder, paths), np.full(len(paths), -1))
+
+
+def unlabelled_parts(data: str, eval_data: str | None, share: float) -> tuple[Images, Images, dict[str, Any]]:
+    """As `training_and_evaluation`, of images whose labels are not looked at."""
+    other = eval_data if eval_data not in (None, data) else None
+    if not is_flat(data):
+        if other is None or not is_flat(other):
+            return training_and_evaluation(data, other, share)
+        return open_data(data, "train"), open_images(other), {}
+    train = open_images(data)
+    if other is not None:
+        return train, open_images(other), {}
+    if not share or len(train) < 2:
+        raise DwindleError(
+            f"'{data}' has {len(train)} images and none to evaluate on; give more, --eval-data, or a share to hold out."
         )
     return (*hold_out(train, share, SEED), {"share": share, "seed": SEED, "of": fingerprint(train)})
 

@@ -130,5 +130,4 @@ def _taught(data: str) -> dict[str, Any]:
 
 
 def _avit(model: str, data: str) -> Recipe:
-    rates = {"lr": 1.5e-3, "method_lr": 1.5e-3}
-    return dataclasses.replace(_conditions(data), model=model, method="AViT", epochs=100, **rates)
+    return dataclasses.replace(_conditions(data), model=model, method="AViT", epochs=100, lr=1.5e-3, method_lr=1.5e-3)

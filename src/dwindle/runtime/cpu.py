@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module
 
-from ..core.backbone import as_written
 from ..core.model import AdaptiveViT, Output
 from ..core.packed import Packed
+from ..core.parts import as_written
 from ..core.tokens import Where
 from ..core.trace import Trace
 from ..errors import DwindleError

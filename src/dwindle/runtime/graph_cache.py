@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.backbone import Backbone, of_a_library
+from ..core.backbone import Backbone
 from ..core.model import AdaptiveViT
+from ..core.parts import of_a_library
 from ..errors import DwindleError
 from ..files import draft
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..core.backbone import replaced
+from ..core.parts import replaced
 from ..errors import DwindleError
 from .cpu import CpuGraphs, watched_everywhere
 from .cuda.graph import Engine

@@ -9,6 +9,7 @@ from typing import Any
 from ..core import processes as ranks
 from ..evaluate.evaluate import evaluate
 from ..io.batches import loader
+from ..train.loop import Run
 from ..train.state import BEGUN, STATE
 from .terminal import aside, device_for, plain, progress_bar
 
@@ -48,3 +49,28 @@ def resumes(asked: bool, out: Path) -> bool:
     if asked and begun:
         aside.print(f"{plain(str(out))} holds nothing saved yet: from the start.", soft_wrap=True)
     return asked and not begun
+
+
+def run_through(run: Run) -> bool:
+    """Train to the end, with a bar and a line for each evaluation. Whether this is the process that speaks."""
+    speaks = ranks.rank() == 0  # of several processes one
+    with progress_bar(speaks) as bar:
+        task = bar.add_task("training", total=run.task.steps, completed=run.step)
+
+        def tick(step: int, steps: int, terms: dict[str, Any]) -> None:
+            description = f"epoch {run.epoch + 1}/{run.task.epochs}"
+            if step % 20 == 0:  # reading a number off the GPU waits for it
+                numbers = {"loss": "total", "cost": "cost"}
+                shown = [f"{what} {float(terms[name]):.3f}" for what, name in numbers.items() if name in terms]
+                bar.update(task, description="  ".join([description, *shown]))
+            bar.update(task, completed=step)
+
+        counted = run.task.numbered_by
+        for numbers in run.epochs(tick):
+            if speaks:
+                if len(run.history) == 1 and run.task.told():
+                    aside.print(f"evaluated on {plain(run.task.told() or '')}", soft_wrap=True)
+                shown = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k in run.task.shown)
+                aside.print(f"{counted} {int(numbers[counted])}  {shown}")
+    ranks.leave()
+    return speaks

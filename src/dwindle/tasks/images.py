@@ -46,6 +46,7 @@ class ImageTask(Task):
     preprocess: Preprocess
     resident: dict[str, Resident] | None = None
     mixup: Any = None
+    prefix = 0  # tokens of the model that come before its patches
     compiled = False  # whether augmentation on the device is compiled
 
     def __init_subclass__(cls, name: str | None = None, **others: Any) -> None:

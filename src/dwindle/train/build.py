@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from ..io.checkpoint import ADDED, fill, find, load_as, read_both
 from ..io.classes import known_classes, match
 from ..io.config import read_config
 from ..io.datasets import Images
-from ..io.encoders import timm_vit
+from ..io.encoders import open_encoder, prepared_as, timm_vit
 from ..tasks.images import is_checkpoint
 from .narrow import narrowed
 
@@ -44,6 +45,8 @@ def build_vit(recipe: Recipe, classes: int | None) -> Any:
     None: it stays as it is."""
     if is_checkpoint(recipe.weights):
         vit = _from_checkpoint(recipe)
+    elif Path(recipe.model).is_dir():
+        vit = _from_folder(recipe)
     else:
         vit = timm_vit(recipe.model, recipe.weights, recipe.image_size, classes)
     backbone = backbone_of(vit)
@@ -60,6 +63,21 @@ def build_vit(recipe: Recipe, classes: int | None) -> Any:
             )
         vit.set_input_size(img_size=(recipe.image_size, recipe.image_size))
     return vit
+
+
+def _from_folder(recipe: Recipe) -> Any:
+    """Of Hugging Face's."""
+    vit = open_encoder(recipe.model)
+    if isinstance(vit, AdaptiveViT):
+        raise DwindleError(f"model = {recipe.model}: that is a checkpoint; give it as weights={recipe.model}.")
+    return vit.train()
+
+
+def own_preprocess(recipe: Recipe) -> dict[str, Any]:
+    """How a folder of Hugging Face's wants its images, where the recipe names one."""
+    folder = not is_checkpoint(recipe.weights) and Path(recipe.model).is_dir()
+    held: dict[str, Any] = prepared_as(recipe.model).get("preprocess", {}) if folder else {}
+    return held
 
 
 def build_head(recipe: Recipe, width: int, outputs: int) -> PatchHead:

@@ -25,7 +25,10 @@ def narrowed(vit: Any, heads: int) -> Any:
     require(1 <= heads <= own, f"heads = {heads}", f"this {type(vit).__name__} has 1..{own}")
     if heads == own:
         return vit
-    options = backbone._options(list(backbone.shape.image))
+    described = backbone.unnamed()
+    if not described:
+        raise DwindleError(f"heads = {heads}: this {type(vit).__name__} is of no plain blocks; take another model.")
+    options = dict(described[0]["options"])
     options |= {"embed_dim": backbone.shape.head_size * heads, "num_heads": heads}
     narrow: Any = TimmViT.rebuild({"model": None, "options": options})
     wide = vit.state_dict()

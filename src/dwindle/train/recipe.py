@@ -88,6 +88,8 @@ class Recipe(Training):
     warmup_epochs: AtLeast0 = 1.0
     smoothing: Share = 0.1
     freeze_backbone: bool = False
+    small: bool = False  # of the backbone only norms, scales and biases learn
+    give_back: dict[str, Any] = field(default_factory=dict)  # settings of `core.give_back.GiveBack`; {}: none of it
     layout: Layout = "masked"  # 'packed': only live tokens; for methods whose decisions are hard in training
 
     teacher: str | None = None  # 'static': the backbone as it was before training; or a checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..core.backbone import backbone_of
 from ..core.cost import budget_share
+from ..core.give_back import GiveBack
 from ..core.model import AdaptiveViT, Output, adapt
 from ..errors import DwindleError
 from ..evaluate.evaluate import calibrate, evaluate
@@ -20,7 +21,7 @@ from ..io.checkpoint import load_as
 from ..io.images import Preprocess
 from ..methods import Method
 from ..methods.static import Static
-from .build import build_head, build_vit, fill_method, parameter_groups, teacher_classes
+from .build import build_head, build_vit, fill_method, own_preprocess, parameter_groups, teacher_classes
 from .learner import Learner
 from .schedule import cosine, ramp
 from .teacher import Teacher, fast
@@ -51,17 +52,20 @@ class ViTLearner(Learner):
         head = build_head(recipe, shape.width, task.outputs) if task.answers == "maps" else None
         method = recipe.make_method()
         self.teacher = self._teacher(vit, method)
-        self.model = adapt(vit, method, head).to(device)
+        back = GiveBack(**recipe.give_back) if recipe.give_back else None
+        self.model = adapt(vit, method, head, back).to(device)
         if recipe.keep_method:
             fill_method(self.model, recipe)
-        preprocess, patch = Preprocess(**self.model.backbone.preprocess), shape.patch
+        preprocess, patch = Preprocess(**(self.model.backbone.preprocess | own_preprocess(recipe))), shape.patch
         if any(preprocess.size % side for side in patch):
             raise DwindleError(
                 f"image_size = {preprocess.size} is no multiple of the patch size, {patch[0]} x {patch[1]}; give one "
                 "that is."
             )
-        if recipe.freeze_backbone:
-            self.model.vit.requires_grad_(False)
+        task.prefix = shape.prefix
+        if recipe.freeze_backbone or recipe.small:
+            for weight in self.model.vit.parameters():
+                weight.requires_grad_(not recipe.freeze_backbone and weight.dim() == 1)
         task.fit(preprocess)
         self.named: list[str] = []  # the terms, once there were any
 
@@ -190,7 +194,8 @@ class ViTLearner(Learner):
         layout = "masked" if self.sharded else layout
         batches: Any = self.task.batches(train=False)
         if self._features:
-            batches = self._with_features(batches)
+            assert self.teacher is not None
+            batches = _WithFeatures(batches, self.teacher, self.device)
         return evaluate(
             model, batches, layout=layout, device=self.device, lockstep=self.sharded, task=self.task, read=self.read
         )
@@ -199,10 +204,16 @@ class ViTLearner(Learner):
         """What the task measures of an answer."""
         return model.states(out) if self._features else out.logits
 
-    def _with_features(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images, and their features as the teacher has them."""
-        assert self.teacher is not None
-        for x, _ in batches:
+
+class _WithFeatures:
+    """Images, and their features as the teacher has them."""
+
+    def __init__(self, batches: Any, teacher: Teacher, device: torch.device) -> None:
+        self.batches, self.teacher, self.device = batches, teacher, device
+        self.dataset = getattr(batches, "dataset", None)  # tells how many images there are
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, _ in self.batches:
             yield x, self.teacher.ask(x.to(self.device))["states"].float()
 
 

@@ -113,7 +113,7 @@ class Network(nn.Module):
         ):
             if not fits:
                 raise DwindleError(f"{given}: {expected}.")
-        shape = {"width": width, "depth": depth, "heads": heads, "ffn_ratio": ffn_ratio}
+        shape: dict[str, Any] = {"width": width, "depth": depth, "heads": heads, "ffn_ratio": ffn_ratio}
         shape |= {"tokens": tokens, "widths": widths, "layer_scale": layer_scale, "norm_eps": norm_eps}
         self.config: dict[str, Any] = asdict(images) | shape | asdict(rotary) | asdict(answering)
         self.mask = mask

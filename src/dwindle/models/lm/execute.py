@@ -114,14 +114,14 @@ class AdaptiveLM(nn.Module):
             at = depth if cache else 0  # for the cache alone: one compiled function serves all blocks
             scale, weight = (None, None) if gate is None else (gate.scale, gate.weight)
             rows = None if gate is None or layout == "masked" else gate.keep.flatten().nonzero()[:, 0]  # (T,)
-            given = (block, x, scale, weight, turns, cache, at)
+            inputs = (block, x, scale, weight, turns, cache, at)
             if rows is None or len(rows) == ids.numel():
-                x = self._best(_masked, cache)(*given)
+                x = self._best(_masked, cache)(*inputs)
             else:
                 plain = weight is None and cache is None and not self.training  # no other keys, no dropout
                 alone = plain and x.device.type == "cpu" and 4 <= shape[1] <= SHORT and ids.numel() >= MANY
                 queries = Queries.of(gate.keep) if alone and gate is not None else None
-                x = self._best(_rows_run, cache)(*given, rows, queries)
+                x = self._best(_rows_run, cache)(*inputs, rows, queries)
             trace.lives.append(Where(shape, everyone if gate is None else gate.keep))
             trace.values.append({} if gate is None else gate.record)
             if gate is not None and gate.exit is not None:

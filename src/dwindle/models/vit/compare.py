@@ -174,9 +174,9 @@ class Comparison(Plan):
     def _searched(self, work: Compare, entry: Entry, cost: float, recipe: Recipe, folder: Path) -> list[str]:
         """Settings that were best on held-out training images, which the evaluation images are none of."""
         assert work.data is not None
-        place, options = folder.with_name(f"{folder.name}-search"), {"trials": entry.trials, "space": entry.tuned}
-        device = str(work.device)
-        found = search(recipe, work.data, place, budget=cost, device=device, limit=work.limit, **options)
+        place, device = folder.with_name(f"{folder.name}-search"), str(work.device)
+        asked: dict[str, Any] = {"trials": entry.trials, "space": entry.tuned, "limit": work.limit}
+        found = search(recipe, work.data, place, budget=cost, device=device, **asked)
         best: list[str] = found["settings"]
         return best
 

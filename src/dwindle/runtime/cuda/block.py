@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...core.backbone import BlockParts
+from ...core.parts import BlockParts
 from ...ops.rows import Affine, HeadNorm, Rows, add_linear, attend_rows, normed_linear
 
 
