@@ -105,6 +105,34 @@ def test_bench_of_a_model_whose_text_is_elsewhere(places, tmp_path, monkeypatch)
     refused(run(line + " --data nothere.txt", out=tmp_path / "own"), "no file")
 
 
+def test_bench_of_writing(places):
+    line = "bench {run} --batch 1,3 --generate 4 --seconds 0.02 --device cpu"
+    rows = run(line, **places).json["rows"]
+    assert [row["batch"] for row in rows] == [1, 3]
+    assert {"static_ms", "all_ms", "skipping_ms", "speedup", "against_static", "tlops_saved"} <= rows[0].keys()
+
+
+def test_routing(places):
+    found = run("routing {run} --data {own} --tau 0.87 --device cpu", **places).json
+    assert found["tau"] == 0.87 and len(found["quartiles"]["entropy"]) == 4 and 1 <= found["blocks"] < 3
+    assert {row["kind"] for row in found["kinds"]} >= {"space", "lower case"}
+    assert set(found["spearman"]) == {"loss", "entropy"} == set(found["spearman_p"])
+
+
+def test_calibrate(places, tmp_path):
+    line = "calibrate {run} --data {own} --loss 5 --out {out} --device cpu"
+    found = run(line, **places, out=tmp_path / "set").json
+    assert found["loss"] <= 1.05 * found["loss_full"] and 0 < found["tau"] < 1
+    assert run("eval {out} --data {own} --device cpu", **places, out=tmp_path / "set").json["tau"] == found["tau"]
+    refused(run(line.replace("--loss 5", "--loss 100"), **places, out=tmp_path / "x"), "share of the loss")
+
+
+def test_a_run_sets_its_operating_point(places, tmp_path):
+    line = "train tsa_tiny_test --data {own} --out {out} --set allowed=0.05 --set steps=4 --device cpu"
+    run(line, **places, out=tmp_path / "run")
+    assert 0 < run("eval {out} --data {own} --device cpu", **places, out=tmp_path / "run").json["tau"] < 1
+
+
 def test_what_is_generated_is_printed_as_it_is(places):
     done = run("generate {run} --prompt A:fire: --length 4 --seed 0 --temperature 1e-40 --device cpu", **places)
     assert done.out.startswith("A:fire:") and done.json["text"].startswith("A:fire:")
@@ -127,6 +155,8 @@ def test_compare(places, tmp_path, monkeypatch):
     tsa = rows["TSA 0.5"]
     assert all(row["seeds"] >= 1 for row in rows.values())
     assert {"control_mean", "control_layer", "control_overall", "speedup", "reached", "skip_soft"} <= tsa.keys()
+    exits = rows["early exit as TSA 0.5"]
+    assert abs(exits["tlops_saved"] - tsa["tlops_saved"]) < 0.02 and exits["loss_full"] is not None
     assert (folder / "table.md").read_text().startswith("| name |") and (folder / "tradeoff.png").stat().st_size > 5000
     assert (folder / "hard_against_soft.png").exists() and (folder / "controls.png").exists()
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
@@ -167,7 +197,7 @@ def test_compare(places, tmp_path, monkeypatch):
         ("train tsa_tiny_test --data {empty} --out {root}/x", "holds no text"),
         ("train tsa_tiny_test --limit 3 --out {root}/x", "is for images"),
         ("train tsa_tiny_test --set method.tau=2 --out {root}/x", "tau = 2"),
-        ("report {run} --data {root}", "view or generate"),
+        ("report {run} --data {root}", "calibrate or generate"),
         ("train aht_cifar100 --out {root}/x", "needs --data"),
         ("compare cifar100_deit_tiny --data {root}", "needs --out"),
     ],

@@ -41,7 +41,7 @@ def test_masked_is_packed_where_only_those_that_run_ask(router, dtype, tolerance
 
 
 def test_those_that_run_ask_with_gradients_too():
-    model, ids = build(TSA(), torch.float64).eval(), ids_for(MANY // 23 + 1, 23)
+    model, ids = build(TSA(tau=0.5), torch.float64).eval(), ids_for(MANY // 23 + 1, 23)
     logits = [model(ids, layout).logits for layout in ("masked", "packed")]
     grads = [torch.autograd.grad(x.square().mean(), model.lm.blocks[1].mlp_in.weight)[0] for x in logits]
     torch.testing.assert_close(*logits, atol=1e-12, rtol=1e-11)
@@ -64,10 +64,12 @@ def test_a_sequence_depends_on_itself_and_on_nothing_later(router):
     torch.testing.assert_close(early.logits[:, :10], whole.logits[:, :10], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["packed", "masked"])
+@pytest.mark.parametrize("layout, worth", [("packed", 0), ("packed", 40_000), ("masked", 0)])
 @pytest.mark.parametrize("router", ROUTERS)
 @torch.no_grad()
-def test_a_cache_gives_the_full_forward(router, layout):
+def test_a_cache_gives_the_full_forward(router, layout, worth, monkeypatch):
+    """worth: where gathering rows pays; between the two, some blocks gather them and some do not."""
+    monkeypatch.setattr("dwindle.models.lm.execute.WORTH", worth)
     model, ids = build(ROUTERS[router](), torch.float64), ids_for()
     whole, cache = model(ids), Cache()
     parts = [model(part, layout, cache) for part in ids.split([5, 1, 1, 4, 1, 1, 4], 1)]
@@ -121,7 +123,8 @@ def test_the_definition_token_by_token():
 
 @pytest.mark.parametrize("keys", ["offered", "withheld"])
 @torch.no_grad()
-def test_forced_decisions_and_blocks_nobody_runs(keys):
+def test_forced_decisions_and_blocks_nobody_runs(keys, monkeypatch):
+    monkeypatch.setattr("dwindle.models.lm.execute.WORTH", 0)
     model, ids = build(TSA(keys=keys)), ids_for()
     keep = forced_keep(4, (3, 17), 0.6)
     assert keep.float().mean().item() == pytest.approx(0.6, abs=0.005) and keep[0].all()
@@ -208,7 +211,7 @@ def test_gates_are_1_7_percent_at_the_papers_scale():
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_generation(router):
+def test_generation(router, monkeypatch):
     model = build(ROUTERS[router](), torch.float64)
     prompt = ids_for(2, 5)
     made = generate(model, prompt, 12, temperature=0)
@@ -216,6 +219,8 @@ def test_generation(router):
     whole = model(made.ids[:, :-1])
     assert torch.equal(whole.logits[:, 4:].argmax(-1), made.ids[:, 5:])
     assert torch.equal(whole.trace.live, made.live)
+    monkeypatch.setattr("dwindle.models.lm.execute.WORTH", 0)
+    assert torch.equal(generate(model, prompt, 12, temperature=0).ids, made.ids)
     again = [generate(model, prompt, 40, seed=3, top_k=5).ids for _ in range(2)]  # past the context
     assert torch.equal(*again) and again[0].shape == (2, 45)
     masked = generate(model, prompt, 12, temperature=0, layout="masked")

@@ -17,7 +17,9 @@ from torch import Tensor
 from ...errors import DwindleError
 from ...ops.timing import milliseconds
 from ...runtime.dtypes import DTYPES
-from .execute import AdaptiveLM, LMOutput, tlops_saved
+from .execute import AdaptiveLM, LMOutput, adapt_lm, tlops_saved
+from .generate import generate
+from .routing import Static
 
 
 def forced_keep(blocks: int, shape: tuple[int, int], fraction: float, seed: int = 0) -> Tensor:
@@ -82,6 +84,36 @@ def bench_lm(
                     progress(row)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)"
     return {"rows": rows, "context": shape.context, "device": name, "dtype": dtype, "torch": torch.__version__}
+
+
+@torch.inference_mode()
+def bench_generation(
+    model: AdaptiveLM,
+    batches: Sequence[int],
+    length: int,
+    device: str = "cpu",
+    dtype: str = "fp32",
+    seconds: float = 4.0,
+) -> dict[str, Any]:
+    """Writing `length` characters after 16 drawn ones, turn about: the model without its router, with it and everything
+    computed, and skipping. The last two write the same text. `speedup`: of skipping over computing everything.
+    """
+    place = torch.device(device)
+    model = model.eval().to(place, DTYPES[dtype])
+    static, known, rows = adapt_lm(model.lm, Static()).eval(), model.backbone.shape.vocabulary, []
+    for batch in batches:
+        prompt = torch.randint(0, known, (batch, 16), generator=torch.Generator().manual_seed(0)).to(place)
+        calls = [partial(generate, static, prompt, length, seed=0)]
+        calls += [partial(generate, model, prompt, length, seed=0, layout=layout) for layout in ("masked", "packed")]
+        saved = 1 - float(calls[-1]().live.double().mean())
+        spent = milliseconds(calls, seconds, place)
+        row = {f"{name}_ms": round(statistics.median(of), 2) for name, of in zip(("static", "all", "skipping"), spent)}
+        ratios = [a / b for a, b in zip(spent[1], spent[2])]
+        against = statistics.median(a / b for a, b in zip(spent[0], spent[2]))
+        row |= {"batch": batch, "speedup": round(statistics.median(ratios), 3), "against_static": round(against, 3)}
+        rows.append(row | {"spread": round(statistics.pstdev(ratios), 3), "tlops_saved": round(saved, 4)})
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)"
+    return {"rows": rows, "length": length, "device": name, "dtype": dtype, "torch": torch.__version__}
 
 
 def compilable(device: str) -> bool:

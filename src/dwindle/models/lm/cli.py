@@ -12,6 +12,7 @@ import typer
 
 from ...core.method import require
 from ...errors import DwindleError, unknown
+from ...io.checkpoint import save
 from ...io.text import Vocabulary, open_text
 from ...runtime.dtypes import check_runs
 from ...settings import Share, fitted
@@ -34,7 +35,9 @@ from ...show.terminal import (
     progress_bar,
     show_table,
 )
-from .bench import bench_lm, compilable
+from .bench import bench_generation, bench_lm, compilable
+from .difficulty import difficulty
+from .evaluate import affordable
 from .evaluate import evaluate as measure
 from .execute import LAYOUTS, AdaptiveLM
 from .generate import generate as write
@@ -96,6 +99,9 @@ def bench(
     data: Annotated[
         str | None, typer.Option(help="A text for the router's own decisions; by itself the model's.")
     ] = None,
+    generate: Annotated[
+        int | None, typer.Option(help="Time writing so many characters instead, with skipping and without.")
+    ] = None,
     device: Device = None,
 ) -> None:
     """Static against adaptive. The router's own decisions are timed where there is a text for them."""
@@ -104,6 +110,13 @@ def bench(
     require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
     batches, fractions = numbers("--batch", batch, int), numbers("--fraction", fraction, float)
     opened, vocabulary = _opened(model, None)
+    if generate is not None:
+        made = bench_generation(opened, batches, generate, place, dtype, seconds)
+        columns = ["batch", "static_ms", "all_ms", "skipping_ms", "speedup", "against_static", "spread", "tlops_saved"]
+        show_table(
+            f"{model} writing {generate} on {made['device']}", columns, [[r[c] for c in columns] for r in made["rows"]]
+        )
+        return finish(made)
     ids = None
     try:
         ids = open_text(data or own_text(opened), vocabulary).val
@@ -129,6 +142,73 @@ def bench(
     rows = [[row[c] for c in columns] for row in result["rows"]]
     show_table(f"{model} on {result['device']}, {dtype}, {result['context']} characters", columns, rows)
     finish(result)
+
+
+def routing(
+    checkpoint: Checkpoint,
+    data: Annotated[str | None, typer.Option(help="shakespeare, enwik8 or a text file; by itself its own.")] = None,
+    tau: Tau = None,
+    batch: Batch = 64,
+    limit: Limit = None,
+    device: Device = None,
+) -> None:
+    """On the validation text: Spearman's correlations, quarters of difficulty, kinds of character."""
+    check_loading(batch, limit)
+    model, vocabulary = _opened(checkpoint, tau)
+    name = data or own_text(model)
+    text = open_text(name, vocabulary)
+    with progress_bar() as bar:
+        task = bar.add_task("asking", total=limit or (len(text.val) - 1) // model.backbone.shape.context)
+        found = difficulty(
+            model,
+            text.val,
+            vocabulary,
+            batch=batch,
+            limit=limit,
+            device=device_for(device),
+            name=name,
+            progress=lambda count: bar.advance(task, count),
+        )
+    found = _rounded(found) | {"tau": getattr(model.method, "tau", None)}
+    rows = [
+        [by, i + 1, q["difficulty"], q["blocks"]] for by, qs in found["quartiles"].items() for i, q in enumerate(qs)
+    ]
+    show_table(f"{checkpoint} on {name}, from easy to hard", ["by", "quarter", "difficulty", "blocks"], rows)
+    columns = ["kind", "share", "blocks", "loss", "entropy", "spearman"]
+    show_table("By the character read", columns, [[row[c] for c in columns] for row in found["kinds"]])
+    both = {"blocks": found["spearman"], "mean p": found["spearman_p"]}
+    show_table("Spearman", ["of", "loss", "entropy"], [[of, *values.values()] for of, values in both.items()])
+    finish(found)
+
+
+def _rounded(found: Any) -> Any:
+    """The same with numbers of four digits after the point."""
+    if isinstance(found, dict):
+        return {name: _rounded(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [_rounded(value) for value in found]
+    return round(found, 4) if isinstance(found, float) else found
+
+
+def calibrate(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Option(help="Folder of the checkpoint to write.")],
+    loss: Annotated[float, typer.Option(help="Percent that the loss may rise over that with nothing skipped.")] = 0.5,
+    data: Annotated[str | None, typer.Option(help="shakespeare, enwik8 or a text file; by itself its own.")] = None,
+    batch: Batch = 64,
+    limit: Limit = None,
+    device: Device = None,
+) -> None:
+    """On training text, as much as there is to validate."""
+    check_loading(batch, limit)
+    model, vocabulary = _opened(checkpoint, None)
+    name = data or own_text(model)
+    text = open_text(name, vocabulary)
+    options = {"batch": batch, "limit": limit, "device": device_for(device), "name": name}
+    found = affordable(model, text.train[: len(text.val)], loss / 100, **options)
+    save(model, out, extra={"calibrated": {"loss_allowed": loss / 100, "data": Path(name).name, **found}})
+    show_table(f"{checkpoint} on training text of {name}", [*found], [[*found.values()]])
+    finish(found | {"out": str(out)})
 
 
 def view(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...core import processes as ranks
 from ...core.cost import bisected
+from ...core.method import require
 from ...errors import DwindleError
 from ...io.text import windows
 from .execute import AdaptiveLM, tlops_saved
@@ -75,16 +76,44 @@ def evaluate(
     }
 
 
-def calibrate(model: AdaptiveLM, ids: Tensor, saved: float, **options: Any) -> float:
+def calibrate(model: AdaptiveLM, ids: Tensor, saved: float, steps: int = 12, **options: Any) -> float:
     """Turn the operating point so that this share of token-layer operations is skipped; returns the share reached."""
-    if model.method.operating_point is None:
-        raise DwindleError(f"{type(model.method).__name__} has nothing to turn after training; train it to save more.")
-    name, cheap, dear = model.method.operating_point
+    name, cheap, dear = _operating_point(model)
 
     def cost(value: float) -> float:
         setattr(model.method, name, value)
         return 1 - evaluate(model, ids, **options)["tlops_saved"]
 
-    ends = bisected(cost, 1 - saved, cheap, dear, steps=12)
+    ends = bisected(cost, 1 - saved, cheap, dear, steps=steps)
     best = min(ends, key=lambda value: abs(cost(value) - (1 - saved)))
     return 1 - cost(best)
+
+
+def affordable(model: AdaptiveLM, ids: Tensor, allowed: float, steps: int = 8, **options: Any) -> dict[str, Any]:
+    """Turn the operating point as cheap as it gets while the loss stays within (1 + allowed) of that with nothing
+    skipped; returns it, the losses and what is saved. Found by halving, to 1 / 2^steps of its range.
+    """
+    require(0 <= allowed < 1, f"allowed = {allowed}", "it is a share of the loss, such as 0.005, from 0 to below 1")
+    name, cheap, dear = _operating_point(model)
+
+    def measured(value: float) -> dict[str, Any]:
+        setattr(model.method, name, value)
+        return evaluate(model, ids, **options)
+
+    full = measured(dear)
+    fits, fails, found = dear, cheap, full
+    for _ in range(steps):
+        middle = (fits + fails) / 2
+        tried = measured(middle)
+        if tried["loss"] <= full["loss"] * (1 + allowed):
+            fits, found = middle, tried
+        else:
+            fails = middle
+    setattr(model.method, name, fits)
+    return {name: fits, "loss_full": full["loss"]} | {k: found[k] for k in ("loss", "tlops_saved", "macs_saved")}
+
+
+def _operating_point(model: AdaptiveLM) -> tuple[str, float, float]:
+    if model.method.operating_point is None:
+        raise DwindleError(f"{type(model.method).__name__} has nothing to turn after training; train it to save more.")
+    return model.method.operating_point

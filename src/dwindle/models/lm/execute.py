@@ -27,6 +27,7 @@ from .tsa import TSA
 
 LAYOUTS = ("masked", "packed")
 MANY = 1024  # tokens, from which it pays on a CPU to find out who asks
+WORTH = 4_000_000  # multiply-accumulates saved in a block, from which gathering rows pays in a step of generation
 SHORT = 512  # tokens of a sequence: of a longer one torch's causal call does not compute all scores
 
 
@@ -115,7 +116,7 @@ class AdaptiveLM(nn.Module):
             scale, weight = (None, None) if gate is None else (gate.scale, gate.weight)
             rows = None if gate is None or layout == "masked" else gate.keep.flatten().nonzero()[:, 0]  # (T,)
             inputs = (block, x, scale, weight, turns, cache, at)
-            if rows is None or len(rows) == ids.numel():
+            if rows is None or len(rows) == ids.numel() or (cache and self._few(len(rows), ids.numel())):
                 x = self._best(_masked, cache)(*inputs)
             else:
                 plain = weight is None and cache is None and not self.training  # no other keys, no dropout
@@ -129,6 +130,10 @@ class AdaptiveLM(nn.Module):
         if cache is not None:
             cache.length += shape[1]
         return LMOutput(lm.readout(x), trace, exits)
+
+    def _few(self, rows: int, all_rows: int) -> bool:
+        """Whether gathering the rows that run, in a step of generation, takes longer than to compute the others too."""
+        return rows > 0 and (all_rows - rows) * self.backbone.shape.row_macs < WORTH
 
     def _best(self, run: Callable[..., Tensor], cache: Cache | None) -> Callable[..., Tensor]:
         """A block's function, compiled where it is; with a cache sizes change at every call."""

@@ -20,6 +20,9 @@ class LanguageModels(Family):
         "eval": "",
         "bench": "",
         "view": "Of a language model a page of text, coloured by depth.",
+        "routing": "Whether a language model's hard characters run more blocks: blocks against the loss and the "
+        "entropy of the next character, in quarters, and by kind of character.",
+        "calibrate": "Set a language model's operating point to the one that saves most within a loss, and save it.",
         "generate": "Write text with a language model, skipping blocks token by token.",
     }
     backbones = ("charlm", "hf_lm")

@@ -16,7 +16,7 @@ from ...tasks.language import Language
 from ...train.learner import Learner
 from ...train.recipe import Training, made
 from ...train.schedule import cosine
-from .evaluate import evaluate
+from .evaluate import affordable, evaluate
 from .execute import AdaptiveLM, adapt_lm
 from .model import CharLM, LMSize
 from .routing import Router
@@ -46,6 +46,9 @@ class LMRecipe(Training):
     compile: bool | None = None  # compile the blocks; on a GPU also record the step as a CUDA graph. None: on a GPU
     eval_every: Whole1 = 500  # steps; a checkpoint is written with it, so it is what a kill may cost
     eval_windows: Whole1 | None = None  # of the validation text; None: all
+    # After training the operating point becomes the cheapest whose loss on training text is at most this share above
+    # that with nothing skipped; None: as the router was given it.
+    allowed: Annotated[float, Within(0, 1, under=True)] | None = None
 
     def learner(self) -> type[Learner]:
         return LMLearner
@@ -106,14 +109,25 @@ class LMLearner(Learner):
     def terms(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return self.model.terms(self.model(inputs["x"]), inputs["y"])
 
+    def finish(self, models: list[Any]) -> None:
+        if self.recipe.allowed is not None:
+            text = self.task.text
+            for model in models:
+                seen = text.train[: len(text.val)]
+                affordable(model, seen, self.recipe.allowed, **self._asked())
+
+    def _asked(self) -> dict[str, Any]:
+        recipe, gpu = self.recipe, self.device.type == "cuda"
+        options = {"limit": recipe.eval_windows, "device": self.device, "name": self.task.text.name}
+        return options | {"batch": max(recipe.batch, 256 if gpu else 32), "amp": recipe.amp and gpu}
+
     def row(self, seconds: float, steps: int) -> dict[str, float]:
         return {"train_tokens_per_s": round(steps * self.recipe.batch * self.recipe.context / seconds)}
 
     def evaluate(self, model: AdaptiveLM, **options: Any) -> dict[str, float]:
         """On the validation text, executed hard; `loss_soft` with every update computed, as in training."""
-        recipe, text, gpu = self.recipe, self.task.text, self.device.type == "cuda"
-        options |= {"limit": recipe.eval_windows, "device": self.device, "name": text.name}
-        options |= {"batch": max(recipe.batch, 256 if gpu else 32), "amp": recipe.amp and gpu}
+        text = self.task.text
+        options |= self._asked()
         found = evaluate(model, text.val, **options)
         numbers = {name: found[name] for name in ("loss", "bpc", "tlops_saved", "macs_saved")}
         if isinstance(model.method, TSA):

@@ -32,14 +32,15 @@ class TSA(Router):
     def __init__(
         self,
         penalty: AtLeast0 = 0.0,
-        tau: Share = 0.5,
+        tau: Share = 0.1,
         keys: Keys = "offered",
         hidden: Size | None = None,
         open: float = 2.0,
     ) -> None:
-        """penalty: lambda, of the mean p; 0: the task loss alone. keys: whether a token that skips is still a key to
-        others. hidden: of the MLP; None: a quarter of the width, which with gates between L = 6 blocks is the paper's
-        1.7% of parameters. open: the gates' bias at the start, p = sigmoid(open)."""
+        """penalty: lambda, of the mean p; 0: the task loss alone. tau: the default costs less than 0.5% of the loss
+        wherever it was measured; `evaluate.affordable` finds a model's own. keys: whether a token that skips is still a
+        key to others. hidden: of the MLP; None: a quarter of the width, which with gates between L = 6 blocks is the
+        paper's 1.7% of parameters. open: the gates' bias at the start, p = sigmoid(open)."""
         super().__init__()
         self.penalty, self.tau, self.keys, self.hidden, self.open = penalty, tau, keys, hidden, open
         self.asked: dict[bool, Callable[[nn.Module, Tensor], Tensor]] = {}  # compiled, by whether it is for training
