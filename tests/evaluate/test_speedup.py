@@ -39,12 +39,13 @@ def test_methods_and_smaller_images_are_compared_with_static():
     before = vit(images)
     found = look(vit, images, patch_cosine=0.01)
     names = {row.name: row for row in found.rows}
-    assert {"ToMe at 0.8", "ToMe at 0.6", "TopK at 0.8", "TopK at 0.6", "24 px"} <= set(names)
-    assert names["ToMe at 0.6"].cost == pytest.approx(0.6, abs=0.06) and names["24 px"].cost < 0.7
+    methods = ("ToMe", "ToMe.for_features", "TopK", "Resolution")
+    assert {f"{name} at {budget}" for name in methods for budget in (0.8, 0.6)} == set(names)
+    assert names["ToMe at 0.6"].cost == pytest.approx(0.6, abs=0.06) and names["Resolution at 0.6"].cost < 0.7
     for row in found.rows:
         assert 0 < row.ms < 1e4 and row.speedup > 0 and row.kept and -1 <= row.told["patch_cosine"] <= 1
     assert names["ToMe at 0.8"].told["patch_cosine"] > names["ToMe at 0.6"].told["patch_cosine"]
-    assert set(found.static) == {"eager"} and found.about["rows"][0]["kind"] == "adaptive"
+    assert set(found.static) == {"eager"} and {row.kind for row in found.rows} == {"adaptive", "smaller image"}
     assert torch.equal(vit(images), before) and not hasattr(vit.blocks[0].attn, "_fused_before")
 
 
@@ -53,7 +54,7 @@ def test_a_smaller_image_is_compared_on_the_whole_grid():
     vit = headless(pos_embed="none", class_token=False, global_pool="avg")
     images = torch.ones(4, 3, 32, 32) * torch.linspace(-1, 1, 4).view(-1, 1, 1, 1)
     found = look(vit, images, patch_cosine=0.5)
-    (small,) = [row for row in found.rows if row.kind == "smaller image" and row.name == "24 px"]
+    (small,) = [row for row in found.rows if row.kind == "smaller image" and row.name == "Resolution at 0.6"]
     assert small.told["patch_cosine"] == pytest.approx(1, abs=1e-3)
 
 
@@ -73,7 +74,7 @@ def test_accuracy_where_labels_are_given():
 
 def row(name: str, kind: str, cosine: float, faster: float) -> Row:
     goal = Goal(patch_cosine=0.9)
-    made = Row(name, kind, 0.7, {"patch_cosine": cosine, "class_cosine": cosine}, None, (32, 32), 10 / faster, faster)
+    made = Row(name, kind, 0.7, {"patch_cosine": cosine, "class_cosine": cosine}, None, 10 / faster, faster)
     made.kept = goal.missing(made) <= 0
     return made
 
@@ -85,12 +86,16 @@ def row(name: str, kind: str, cosine: float, faster: float) -> Row:
         ([("ToMe at 0.7", "adaptive", 0.95, 1.02)], None, "Nothing is worth it"),
         ([("ToMe at 0.7", "adaptive", 0.85, 1.3)], None, "nearest is ToMe at 0.7 with patch cosine 0.850"),
         (
-            [("ToMe at 0.7", "adaptive", 0.95, 1.3), ("24 px", "smaller image", 0.95, 1.5)],
-            None,
-            "image is better",
+            [("ToMe at 0.7", "adaptive", 0.95, 1.3), ("Resolution at 0.5", "smaller image", 0.95, 1.5)],
+            "Resolution at 0.5",
+            "1.50x",
         ),
-        ([("ToMe at 0.7", "adaptive", 0.95, 1.3), ("24 px", "smaller image", 0.6, 1.5)], "ToMe at 0.7", "1.30x"),
-        ([("24 px", "smaller image", 0.6, 1.5)], None, "No method reaches"),
+        (
+            [("ToMe at 0.7", "adaptive", 0.95, 1.3), ("Resolution at 0.5", "smaller image", 0.6, 1.5)],
+            "ToMe at 0.7",
+            "1.",
+        ),
+        ([], None, "No method reaches"),
     ],
 )
 def test_who_wins(rows, winner, said):
@@ -131,7 +136,6 @@ def places(tmp_path_factory) -> dict[str, Path]:
 
 def test_the_command_saves_the_winner(places, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "WORTH", 0.0)
-    monkeypatch.setattr(module, "_smaller", lambda *given: [])
     line = "speedup {encoder} --data {photos} --patch-cosine 0.01 --budgets 0.8,0.6 --seconds 0 --out {out}"
     done = run(line, out=tmp_path / "fast", **places)
     assert done.json["winner"] in done.json["said"] and (tmp_path / "fast" / "frontier.png").is_file()

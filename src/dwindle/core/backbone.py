@@ -74,7 +74,7 @@ class Backbone(FamilyFace):
     head: PatchHead | None = None  # answers in the place of the family's own head
 
     def __init_subclass__(cls) -> None:
-        if "takes" in vars(cls) and "family" in vars(cls):  # else it is what several families share
+        if "takes" in vars(cls):  # else it is what several families share
             cls.families.append(cls)
 
     def __init__(self, vit: nn.Module) -> None:

@@ -55,6 +55,8 @@ class Method(nn.Module):
     asks_attention: bool = False  # its losses read the teacher's attention
     asks_features: bool = False  # and its features
     needs_training: ClassVar[bool] = True  # its decisions mean nothing before it has been trained
+    rival: ClassVar[bool] = False  # it is there to be compared with
+    variants: ClassVar[tuple[str, ...]] = ()  # constructors with other settings, which take a budget too
     trained: bool = False  # it has been in training, here or before it was loaded
     held: bool = False  # so has its budget
     told: bool = False  # that one of these is not so

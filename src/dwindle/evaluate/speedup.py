@@ -1,7 +1,7 @@
 """What can be had of a model without training: fidelity and time of methods at several budgets, and of smaller images.
 
 Times are of answers to one batch, turn about in one process: the static model in the ways this machine knows, the best
-of which counts; adaptive copies as `prepare` makes them; the static model on smaller images.
+of which counts, and copies of the others as `prepare` makes them. A smaller image is a method like any other.
 """
 
 from __future__ import annotations
@@ -11,31 +11,30 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.backbone import Backbone
 from ..core.cost import static_macs
 from ..core.model import AdaptiveViT, adapt
 from ..errors import DwindleError
-from ..io.encoders import resized
 from ..methods import Method
+from ..methods.resolution import Resolution
 from ..methods.static import Static
 from ..ops.timing import milliseconds
 from ..runtime.prepared import quickest
 from ..settings import parameters
 from .bench import static_calls, variants_on
-from .fidelity import Features, Tally, asking
+from .fidelity import Tally, asking
 
 BUDGETS = (0.85, 0.7, 0.55, 0.4)
 AT_ONCE = 16  # images
 WORTH = 1.05  # times as fast: less is lost in the noise of a machine
 STAGES = (1 / 3, 7 / 12, 10 / 12)  # of the depth, where a method that has stages decides
 
-Tried = tuple[str, str, AdaptiveViT, tuple[int, int] | None]  # name, kind, model, size of smaller images
+Tried = tuple[str, AdaptiveViT]  # by what name
 Progress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
 
@@ -70,11 +69,10 @@ class Row:
     """One way to answer for less."""
 
     name: str
-    kind: str  # 'adaptive' or 'smaller image'
+    kind: str  # 'adaptive', or 'smaller image'
     cost: float  # of the static model's
     told: dict[str, Any]  # fidelity, by `Agreement.summary`; `drop`, and with labels `top1`
     model: AdaptiveViT
-    image: tuple[int, int]
     ms: float = float("nan")
     speedup: float = float("nan")
     kept: bool = False
@@ -137,8 +135,7 @@ def speedup(
     tried = _methods(static, budgets, left_out)
     if own is not None and type(own.method) is not Static:
         tried.insert(0, (f"{type(own.method).__name__} as it is", own))
-    small = _smaller(static, images, budgets, left_out)
-    rows = search.rows(tried, small)
+    rows = search.rows(tried)
     times = search.timed(rows, batch, seconds)
     for row in rows:
         row.kept = goal.missing(row) <= 0
@@ -178,49 +175,20 @@ def _methods(static: AdaptiveViT, budgets: Sequence[float], left_out: dict[str, 
     """Those that need no training, at each budget they reach."""
     found, shape = [], static.backbone.shape
     stages = tuple(sorted({min(max(round(share * shape.blocks), 1), shape.blocks - 1) for share in STAGES}))
-    for name, kind in sorted(Method.registry.items()):
+    for kind in (Method.registry[name] for name in sorted(Method.registry)):
         takes = parameters(kind)
-        if kind.needs_training or kind.judges_answers or "budget" not in takes:
+        if kind.needs_training or kind.rival or kind.judges_answers or "budget" not in takes:
             continue
-        for budget in budgets:
+        ways = {kind.__name__: kind} | {f"{kind.__name__}.{name}": getattr(kind, name) for name in kind.variants}
+        for (name, make), budget in product(ways.items(), budgets):
             try:
-                method = kind(budget=budget, **({"stages": stages} if "stages" in takes else {}))
+                method = make(budget=budget, **({"stages": stages} if "stages" in takes else {}))
                 adapted = static.with_method(method)
             except DwindleError as error:
                 left_out[f"{name} at {budget:g}"] = str(error)
             else:
                 found.append((f"{name} at {budget:g}", adapted))
     return found
-
-
-def _smaller(
-    static: AdaptiveViT, images: Tensor, budgets: Sequence[float], left_out: dict[str, str]
-) -> list[tuple[int, AdaptiveViT]]:
-    """The static model for smaller squares, whose costs are nearest to the budgets."""
-    shape, side = static.backbone.shape, images.shape[-1]
-    patch = shape.patch[0]
-    if images.shape[-2] != side or shape.patch[1] != patch:
-        left_out["smaller images"] = "images and patches that are no squares are not made smaller"
-        return []
-    costs = {size: static_macs(shape, (size, size)) for size in range(patch, side, patch)}
-    whole = static_macs(shape, (side, side))
-    sizes = {min(costs, key=lambda size: abs(costs[size] / whole - budget)) for budget in budgets if costs}
-    made = []
-    for size in sorted(sizes, reverse=True):
-        try:
-            made.append((size, _at_size(static, size)))
-        except (DwindleError, AssertionError) as error:
-            left_out["smaller images"] = str(error)
-            break
-    return made
-
-
-def _at_size(static: AdaptiveViT, size: int) -> AdaptiveViT:
-    if static.backbone.any_size:
-        return static
-    with torch.inference_mode(False):
-        vit = copy.deepcopy(static).unwrap()
-        return adapt(resized(vit, size), Static()).eval().requires_grad_(False)
 
 
 class _Search:
@@ -232,44 +200,34 @@ class _Search:
         self.macs = static_macs(static.backbone.shape, (images.shape[-2], images.shape[-1]))
 
     @torch.inference_mode()
-    def rows(self, tried: list[tuple[str, AdaptiveViT]], small: list[tuple[int, AdaptiveViT]]) -> list[Row]:
-        models: list[Tried] = [(name, "adaptive", model, None) for name, model in tried]
-        models += [(f"{size} px", "smaller image", model, (size, size)) for size, model in small]
-        tallies = [Tally(self.macs / 1e9) for _ in models]
-        right = torch.zeros(len(models) + 1)
-        asked = [asking(self.static), *(asking(model) for _, _, model, _ in models)]
+    def rows(self, tried: list[Tried]) -> list[Row]:
+        tallies = [Tally(self.macs / 1e9) for _ in tried]
+        right = torch.zeros(len(tried) + 1)
+        asked = [asking(self.static), *(asking(model) for _, model in tried)]
         for begin in range(0, len(self.images), AT_ONCE):
             x = self.images[begin : begin + AT_ONCE].to(self.place)
             y = None if self.labels is None else self.labels[begin : begin + AT_ONCE].to(self.place)
             wanted = asked[0](x)
             answers = [wanted]
-            for tally, ask, (_, _, model, size) in zip(tallies, asked[1:], models):
-                found = ask(x if size is None else _made_smaller(x, size))
-                tally.add(found if size is None else self._on_grid(found, model.backbone, size, x), wanted)
+            for tally, ask in zip(tallies, asked[1:]):
+                found = ask(x)
+                tally.add(found, wanted)
                 answers.append(found)
             if y is not None:
                 right += torch.tensor([0.0 if a.best is None else float((a.best == y).sum()) for a in answers])
             self.progress("comparing features", min(begin + AT_ONCE, len(self.images)), len(self.images))
         top1 = None if self.labels is None or not self.static.classes else (100 * right / len(self.images)).tolist()
-        return [self._row(model, tally, top1, number) for number, (model, tally) in enumerate(zip(models, tallies), 1)]
+        return [self._row(model, tally, top1, number) for number, (model, tally) in enumerate(zip(tried, tallies), 1)]
 
     def _row(self, tried: Tried, tally: Tally, top1: list[float] | None, number: int) -> Row:
-        name, kind, model, size = tried
+        name, model = tried
         told = tally.agreement().summary()
         if top1 is not None:
             told |= {"top1": round(top1[number], 3), "drop": round(top1[0] - top1[number], 3)}
         elif "same_class" in told:
             told["drop"] = round(100 - told["same_class"], 3)
-        whole = (int(self.images.shape[-2]), int(self.images.shape[-1]))
-        return Row(name, kind, told["cost"], told, model, size or whole)
-
-    @staticmethod
-    def _on_grid(found: Features, backbone: Backbone, size: tuple[int, int], x: Tensor) -> Features:
-        """With the patches laid over the grid of the whole image."""
-        own, whole = (backbone.shape.grid(image) for image in (size, (x.shape[-2], x.shape[-1])))
-        maps = found.patches.unflatten(1, own).permute(0, 3, 1, 2)
-        laid = F.interpolate(maps, size=whole, mode="bilinear").flatten(2).transpose(1, 2)
-        return Features(found.embedding, laid, found.best, found.macs)
+        kind = "smaller image" if isinstance(model.method, Resolution) else "adaptive"
+        return Row(name, kind, told["cost"], told, model)
 
     @torch.inference_mode()
     def timed(self, rows: list[Row], batch: int, seconds: float) -> dict[str, float]:
@@ -279,41 +237,28 @@ class _Search:
         calls = static_calls(self.static, x, variants)
         each: list[Callable[[], Any]] = []
         for number, row in enumerate(rows, 1):
-            if row.kind == "adaptive":
-                fast = quickest(row.model, details=not row.model.classes)
-                each.append(partial(fast, x))
-                fast(x)  # recorded now, not while others are timed
-            else:
-                ways = static_calls(row.model, _made_smaller(x, row.image), variants)
-                each += [ways[name] for name in variants]
+            fast = quickest(row.model, details=not row.model.classes)
+            each.append(partial(fast, x))
+            fast(x)  # recorded now, not while others are timed
             self.progress("preparing", number, len(rows))
         spent = milliseconds([*calls.values(), *each], seconds, self.place)
         static = {name: statistics.median(times) for name, times in zip(calls, spent)}
         best = spent[list(calls).index(min(static, key=lambda name: static[name]))]
-        rest = iter(spent[len(calls) :])
-        for row in rows:
-            ways_ms = [next(rest) for _ in range(1 if row.kind == "adaptive" else len(variants))]
-            times = min(ways_ms, key=statistics.median)
+        for row, times in zip(rows, spent[len(calls) :]):
             row.ms = statistics.median(times)
             row.speedup = statistics.median(s / t for s, t in zip(best, times))  # a slow moment hits both of a round
         return static
 
 
-def _made_smaller(x: Tensor, size: tuple[int, int]) -> Tensor:
-    return F.interpolate(x.float(), size=size, mode="bicubic", antialias=True).to(x.dtype)
-
-
 def _chosen(rows: list[Row], goal: Goal, static: dict[str, float]) -> tuple[Row | None, str]:
-    """The fastest adaptive row that keeps the goal, if that is worth it, and the sentence that says so."""
+    """The fastest row that keeps the goal, if that is worth it, and the sentence that says so."""
     name = min(static, key=lambda way: static[way])
     against = f"static's best ({name}, {static[name]:.1f} ms)"
-    adaptive = [row for row in rows if row.kind == "adaptive"]
-    kept = sorted((row for row in rows if row.kept), key=lambda row: -row.speedup)
-    best = next((row for row in kept if row.kind == "adaptive"), None)
+    if not rows:
+        return None, "No method reaches any of these budgets on this model; give higher ones."
+    best = max((row for row in rows if row.kept), key=lambda row: row.speedup, default=None)
     if best is None:
-        if not adaptive:
-            return None, "No method reaches any of these budgets on this model; give higher ones."
-        near = min(adaptive, key=goal.missing)
+        near = min(rows, key=goal.missing)
         return None, (
             f"Nothing that needs no training keeps {goal.told}: the nearest is {near.name} with {_has(near, goal)}, "
             f"{near.speedup:.2f}x as fast as {against}; ask for less, or train it with dwindle fit."
@@ -321,11 +266,6 @@ def _chosen(rows: list[Row], goal: Goal, static: dict[str, float]) -> tuple[Row 
     told = f"{best.name} keeps {goal.told} ({_has(best, goal)}) and takes {best.ms:.1f} ms, {best.speedup:.2f}x as fast"
     if best.speedup < WORTH:
         return None, f"Nothing is worth it on this machine: {told} as {against}."
-    if kept[0] is not best:
-        return None, (
-            f"A smaller image is better: {kept[0].name} keeps {goal.told} ({_has(kept[0], goal)}) at "
-            f"{kept[0].speedup:.2f}x, where {told} as {against}."
-        )
     return best, f"{told} as {against}."
 
 

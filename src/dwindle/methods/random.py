@@ -24,6 +24,7 @@ class Random(Method):
     """
 
     needs_training = False
+    rival = True
     keeps_prefix = True
     paper = "random dropping of patches"
 

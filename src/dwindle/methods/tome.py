@@ -24,6 +24,7 @@ class ToMe(Method):
     """
 
     needs_training = False
+    variants = ("for_features",)
     keeps_prefix = True
     paper = "Token Merging: Your ViT But Faster, 2023"
 
