@@ -1,4 +1,5 @@
-"""How the project is kept: what tests may import, what an import costs, what a wheel holds, what an extra brings."""
+"""How the project is kept: what tests may import, how large a thing may grow, what an import costs, a wheel holds, an
+extra brings."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ TESTS, SRC = Path(__file__).parent, Path(dwindle.__file__).parent
 PROJECT = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())
 # Imported where they are needed. torch._dynamo alone takes over a second.
 HEAVY = {"timm", "torchvision", "transformers", "matplotlib", "pyarrow", "tensorboard", "pandas", "torch._dynamo"}
+LONGER = {"core/model.py": 450}  # lines, where another bound holds
 HEAVY |= {"huggingface_hub", "onnx", "optuna", "fastapi"}
 WITHOUT = """
 import sys
@@ -46,6 +48,30 @@ def test_no_test_imports_another():
             wrong += [f"{path.name}:{node.lineno} imports {name}" for name in names if name.startswith("test_")]
             wrong += [f"{path.name}:{node.lineno} imports conftest" for name in names if name == "conftest"]
     assert not wrong, "\n".join(wrong)
+
+
+def size_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function's body: a kernel's signature has a line for each pointer, and a docstring is no work."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return function.end_lineno - body[0].lineno + 1 if body else 0
+
+
+def test_files_functions_and_constructors_stay_small():
+    """A file has one subject, a function one job, a constructor a dozen arguments. Recipes are lists of settings."""
+    too_large = []
+    for path in SRC.rglob("*.py"):
+        text, name = path.read_text(), path.relative_to(SRC)
+        if (lines := text.count("\n")) > LONGER.get(str(name), 400):
+            too_large.append(f"{name} has {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if size_of(node) > 60:
+                too_large.append(f"{name}:{node.lineno} {node.name} has {size_of(node)} lines")
+            given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            if node.name == "__init__" and len(given) > 13:  # self and twelve more
+                too_large.append(f"{name}:{node.lineno} a constructor has {len(given) - 1} arguments")
+    assert not too_large, "\n".join(too_large)
 
 
 def python(code: str, *given: str) -> subprocess.CompletedProcess[str]:
