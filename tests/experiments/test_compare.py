@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 
 import dwindle
+from dwindle.core import processes as ranks
 from dwindle.experiments.compare import Compare
 from dwindle.experiments.results import read_results
-from dwindle.files import write_text
+from dwindle.files import lock, unlock, write_text
 from dwindle.methods.avit import AViT
 from dwindle.models.vit.compare import Comparison, Entry, markdown, summarised
 from dwindle.recipes.vision import tiny_test
@@ -386,3 +387,26 @@ def test_what_anybody_would_try_first_is_compared(data, tmp_path):
     )
     # Where a change makes another network of it, cost is the share of the static model's all the same.
     assert by_name["Static too"]["gmacs_static"] == by_name["static"]["gmacs_static"]
+
+
+def test_processes_share_the_work(data, tmp_path, trained):
+    """Each makes what no other is at; what the others made is told too. One that died leaves its work to others."""
+    plan = dataclasses.replace(COMPARISON, entries=COMPARISON.entries[:2], costs=(0.8,))
+    first, second = comparing(data, tmp_path, plan, patience=0.01), comparing(data, tmp_path, plan, patience=0.01)
+    ours = first.results()
+    assert next(ours)["name"] == "static"
+    held = lock(tmp_path / "runs" / ".TopK-0.80-s0.made")  # as if `first` was at work on it
+    theirs = second.results()
+    assert [next(theirs)["name"], next(theirs)["name"]] == ["static", "Shallow"]  # it goes past what is being made
+    unlock(held)  # and dies
+    assert [row["name"] for row in theirs] == ["TopK"]
+    assert [row["name"] for row in ours] == ["TopK", "Shallow"]
+    assert trained == {"static-1.00-s0": 2, "Shallow-0.80-s0": 2, "TopK-0.80-s0": 2}
+    assert not list((tmp_path / "runs").glob("*.made"))
+
+
+def test_a_process_of_torchrun_works_alone(monkeypatch):
+    for name, value in {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert ranks.apart("cuda") == ("cuda:1", 3) and ranks.started() == 1
+    assert ranks.apart("cpu") == ("cpu", 0)

@@ -98,7 +98,10 @@ def compare(
     limit: Annotated[int | None, typer.Option(help="Only the first N images.")] = None,
     device: Device = None,
 ) -> None:
-    """Train and evaluate methods under the same conditions. A killed comparison goes on where it was: same command."""
+    """Train and evaluate methods under the same conditions. A killed comparison goes on where it was: same command.
+
+    Under torchrun each process makes other results, on a GPU of its own.
+    """
     plan = made(find_comparison(comparison), data, preset=preset, source=source)
     for change in set or []:
         name = change.partition("=")[0].strip()
@@ -110,7 +113,8 @@ def compare(
     plan = dataclasses.replace(plan, base=changed(plan.base, set or []))
     if task_named(plan.base.task).needs_data:
         data, out = needed(data, "compare", "--data"), needed(out, "compare", "--out")
-    with progress_bar() as bar:
+    place, rank = ranks.apart(device_for(device))
+    with progress_bar(rank == 0) as bar:
         work = Compare(
             comparison,
             plan,
@@ -118,7 +122,7 @@ def compare(
             out or Path("runs") / comparison,
             results,
             eval_data=eval_data,
-            device=device_for(device),
+            device=place,
             limit=limit,
             only=[name.strip() for name in only.split(",")] if only else None,
             tick=ticking(bar),
@@ -126,6 +130,8 @@ def compare(
         )
         for row in work.results():
             aside.print(plan.told(row))
+    if rank:
+        return  # the first process tells of all
     report = work.report()
     for title, columns, rows in report.tables:
         show_table(title if data is None else f"{title} on {data}", columns, rows)

@@ -48,6 +48,16 @@ def join(device: str | None = None) -> str | None:
     return f"cuda:{local}" if gpu else "cpu"
 
 
+def apart(device: str) -> tuple[str, int]:
+    """Of processes that torchrun started: this one works alone from here on. Its device, and its number among them."""
+    rank, local = int(os.environ.get("RANK", "0")), os.environ.get("LOCAL_RANK", "0")
+    if started() > 1:
+        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+        device = f"cuda:{local}" if device == "cuda" else device
+    return device, rank
+
+
 def leave() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

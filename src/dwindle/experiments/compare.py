@@ -1,7 +1,8 @@
 """One comparison at a time: train and measure what a plan asks for, one JSON per result.
 
 A comparison goes on where it was: a result whose JSON exists is not made again, a training that was killed resumes.
-What is compared, and what a table of it looks like, a family of models says by its `Plan`.
+What is compared, and what a table of it looks like, a family of models says by its `Plan`. Processes that are given the
+same folders share the work, a result at a time: those of a torchrun, or others.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..core import processes as ranks
 from ..errors import DwindleError, unknown
-from ..files import check_folder, write_text
+from ..files import check_folder, lock, unlock, write_text, writing
 from ..io.checkpoint import load
 from ..train.loop import Run
 from ..train.recipe import Training
@@ -45,6 +45,7 @@ class Job:
     make: Callable[[], dict[str, Any]]
     asked: float | None = None  # the cost, where one name has several
     needs: Path | None = None  # the checkpoint that others build on: without it the result is made again
+    folder: str | None = None  # of the training it is made of, where several results are; one process at a time
 
     @property
     def stem(self) -> str:
@@ -70,6 +71,7 @@ class Plan:
     """What is compared. `base` holds the conditions that all share."""
 
     part: ClassVar[str] = "result"  # what `only` names
+    independent: ClassVar[bool] = False  # results depend only on those that `needs` marks
     base: Any
 
     def names(self) -> list[str]:
@@ -109,10 +111,10 @@ class Compare:
         only: Sequence[str] | None = None,
         tick: Callable[..., None] | None = None,
         until: float | None = None,
+        patience: float = 2.0,
     ) -> None:
-        """only: names, as `plan.names()` has them. until: seconds after which no further training is begun."""
-        if ranks.started() > 1:
-            raise DwindleError("dwindle compare runs in one process; start it without torchrun.")
+        """only: names, as `plan.names()` has them. until: seconds after which no further training is begun. patience:
+        seconds between two looks at what another process is making."""
         known = plan.names()
         for wanted in only or ():
             if wanted not in known:
@@ -122,6 +124,7 @@ class Compare:
         self.data, self.eval_data, self.limit = data, eval_data, limit
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.tick, self.only = tick, set(only or known)
+        self.patience = patience
         self.end = None if until is None else time.monotonic() + until
         check_folder(self.folder, "--results")
         self.opened: Any = None  # data that all runs share
@@ -135,16 +138,49 @@ class Compare:
         return self.end is not None and time.monotonic() > self.end
 
     def results(self) -> Iterator[dict[str, Any]]:
+        others: list[Job] = []  # that another process is making
         for job in self.plan.jobs(self):
-            path = self.folder / f"{job.stem}.json"
-            there = self._has(path, job) and (job.needs is None or job.needs.exists())
+            there = self._there(job)
             if job.name not in self.only:
                 continue
-            if not there and not self.late:
-                write_text(path, json.dumps(self._made(job), indent=1) + "\n")
-                there = True
-            if there:
-                yield read_result(path)
+            if not there and not self.late and not self._make(job):
+                if self.plan.independent and job.needs is None:
+                    others.append(job)
+                    continue
+                self._wait(job)
+            if self._there(job):
+                yield read_result(self._path(job))
+        for job in others:
+            self._wait(job)
+            if self._there(job):
+                yield read_result(self._path(job))
+
+    def _path(self, job: Job) -> Path:
+        return self.folder / f"{job.stem}.json"
+
+    def _there(self, job: Job) -> bool:
+        return self._has(self._path(job), job) and (job.needs is None or job.needs.exists())
+
+    def _make(self, job: Job) -> bool:
+        """Make a result, unless another process is at it."""
+        mark = self.out / f".{job.folder or job.stem}.made"
+        with writing(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+        held = lock(mark)
+        if held is None:
+            return False
+        try:
+            if not self._there(job):  # else it was made since
+                write_text(self._path(job), json.dumps(self._made(job), indent=1) + "\n")
+            mark.unlink(missing_ok=True)
+        finally:
+            unlock(held)
+        return True
+
+    def _wait(self, job: Job) -> None:
+        """Until the other process has made it; where that came to its end before, this one goes on with it."""
+        while not self._there(job) and not self.late and not self._make(job):
+            time.sleep(self.patience)
 
     def kept(self) -> list[dict[str, Any]]:
         """All results that are there, asked for or not, in the plan's order."""

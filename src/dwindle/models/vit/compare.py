@@ -74,6 +74,7 @@ class Comparison(Plan):
     rivals: tuple[Entry, ...] = RIVALS  # compared too, but for those that `entries` have by the same name
 
     part = "entry"
+    independent = True
 
     def names(self) -> list[str]:
         return [STATIC, *(entry.name for entry in self.compared)]
@@ -98,7 +99,8 @@ class Comparison(Plan):
                     conditions = self._conditions(work, recipe)
                     if entry.tuned:
                         conditions |= {"tuned": json.loads(json.dumps(entry.tuned)), "trials": entry.trials}
-                    yield Job(entry.name, recipe, conditions, make, cost)
+                    folder = stem(entry.name, seed) if entry.train == "once" else None
+                    yield Job(entry.name, recipe, conditions, make, cost, folder=folder)
 
     def told(self, row: dict[str, Any]) -> str:
         shown = f"{row['name']} at {row['asked']:.2f}, seed {row['seed']}"
