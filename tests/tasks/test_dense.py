@@ -127,7 +127,7 @@ def test_features_are_learnt_without_labels(shapes, tmp_path):
         (data / kind).mkdir(parents=True)
         for path in sorted((shapes / "train" / "images").glob("*.png"))[kind == "b" :: 2]:
             (data / kind / path.name).symlink_to(path)
-    work = run(data, tmp_path / "run", "task=features", "teacher=static", "method.r=3", "lr=0.0003", "epochs=8")
+    work = run(data, tmp_path / "run", "task=features", "teacher=static", "method.r=8", "lr=0.0003", "epochs=8")
     before, numbers = work.evaluate(), list(work.epochs())[-1]
     assert before["cosine"] < numbers["cosine"] <= 1
     loaded = dwindle.load(tmp_path / "run")
