@@ -33,6 +33,7 @@ from ..io.folders import image_files
 from ..io.images import preprocess_of
 from ..runtime.dtypes import check_runs, converted, dtype_of
 from ..runtime.prepared import quickest
+from ..settings import Batch, Whole1, Workers, fitted
 from ..tasks.classify import load_classifier
 
 PART = 2048  # rows; what a kill can cost
@@ -58,8 +59,8 @@ def predict(
     path = Path(out)
     if path.is_dir() or path.suffix != ".parquet":
         raise DwindleError(f"--out {path}: predictions go to a file that ends in .parquet; name one.")
-    if min(batch, part) < 1 or workers < 0:
-        raise DwindleError(f"batch = {batch}, part = {part}, workers = {workers}: give at least 1, 1 and 0.")
+    batch, part = fitted(batch, Batch, "batch", "predict"), fitted(part, Whole1, "part", "predict")
+    workers = fitted(workers, Workers, "workers", "predict")
     if limit is not None and limit < 1:
         raise DwindleError(f"--limit {limit}: it must be at least 1.")
     check_runs(dtype, device)
@@ -278,6 +279,7 @@ def _answers(
 ) -> Iterator[tuple[int, dict[str, list], list[dict[str, Any]]]]:
     images.transform = preprocess_of(model).eval_transform()
     pieces = [list(task.rows(k)[i : i + batch]) for k in parts for i in range(0, len(task.rows(k)), batch)]
+    workers = min(workers, len(pieces))
     loader = DataLoader(_Read(images), batch_sampler=pieces, num_workers=workers, collate_fn=_as_it_is)
     columns: dict[str, list] = {name: [] for name in _schema().names}
     fast, names = quickest(model, sum(len(task.rows(k)) for k in parts)), class_names(model)
