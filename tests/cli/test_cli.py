@@ -399,6 +399,9 @@ BAD = {
     "eval {run} --data {data} --batch 0": "--batch",
     "eval {run} --data {data} --limit 0": "--limit",
     "eval {run} --data {data} --workers -1": "workers",
+    "eval {run} --data {data} --workers 99999999999": "workers",  # so many processes would take all memory
+    "eval {run} --data {data} --workers 0 --batch 99999999999999999999": "batch",
+    "predict {run} --data {data} --out p.parquet --workers 99999999999": "workers",
     "eval {run} --data cifar10": "'cifar100'",
     "eval {run} --data cifar100": "DWINDLE_DATA",
     "eval {run} --data owner/nope": "owner/nope",

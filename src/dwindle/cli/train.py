@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..core import processes as ranks
 from ..errors import DwindleError
 from ..experiments.compare import Compare
 from ..experiments.search import check_searchable, ranges

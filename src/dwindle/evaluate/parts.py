@@ -28,6 +28,7 @@ from ..files import draft, write_text
 from ..io.datasets import Images, from_file
 from ..io.parquet import Parquet
 from ..io.sets import open_images
+from ..settings import Batch, Whole1, Workers, fitted
 
 PART = 2048  # rows; what a kill can cost
 
@@ -50,10 +51,9 @@ class Reading:
         path = Path(out)
         if path.is_dir() or path.suffix != ".parquet":
             raise DwindleError(f"--out {path}: {what} go to a file that ends in .parquet; name one.")
-        if min(self.batch, self.part) < 1 or self.workers < 0:
-            raise DwindleError(
-                f"batch = {self.batch}, part = {self.part}, workers = {self.workers}: give at least 1, 1 and 0."
-            )
+        fitted(self.batch, Batch, "batch", what)
+        fitted(self.part, Whole1, "part", what)
+        fitted(self.workers, Workers, "workers", what)
         if self.limit is not None and self.limit < 1:
             raise DwindleError(f"--limit {self.limit}: it must be at least 1.")
         return path
@@ -235,7 +235,9 @@ def _answers(
 ) -> Iterator[tuple[int, Columns, list[dict[str, Any]]]]:
     step = reading.batch
     pieces = [list(task.rows(k)[i : i + step]) for k in parts for i in range(0, len(task.rows(k)), step)]
-    loader = DataLoader(_Read(images), batch_sampler=pieces, num_workers=reading.workers, collate_fn=_as_it_is)
+    loader = DataLoader(
+        _Read(images), batch_sampler=pieces, num_workers=min(reading.workers, len(pieces)), collate_fn=_as_it_is
+    )
     columns: Columns = {name: [] for name in task.schema.names}
     errors: list[dict[str, Any]] = []
     for rows in loader:

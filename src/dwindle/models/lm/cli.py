@@ -204,8 +204,8 @@ def calibrate(
     model, vocabulary = _opened(checkpoint, None)
     name = data or own_text(model)
     text = open_text(name, vocabulary)
-    options = {"batch": batch, "limit": limit, "device": device_for(device), "name": name}
-    found = affordable(model, text.train[: len(text.val)], loss / 100, **options)
+    known = text.train[: len(text.val)]
+    found = affordable(model, known, loss / 100, batch=batch, limit=limit, device=device_for(device), name=name)
     save(model, out, extra={"calibrated": {"loss_allowed": loss / 100, "data": Path(name).name, **found}})
     show_table(f"{checkpoint} on training text of {name}", [*found], [[*found.values()]])
     finish(found | {"out": str(out)})
