@@ -11,11 +11,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import dwindle
+from dwindle.core.backbone import backbone_of
 from dwindle.errors import DwindleError
 from dwindle.methods.tome import ToMe
 from dwindle.methods.topk import TopK
 from shared.encoders import BASE, TEXT, encoder, lively, pictures, tensors
-from shared.tiny import TINY
+from shared.tiny import BACKBONES, TINY
 
 WAYS = [
     ("forward_features", {}),
@@ -50,6 +51,18 @@ def test_timms_own_methods_give_what_timms_give(name, options):
     same(packed, getattr(halting, name)(images, **options))
     changed = [not torch.allclose(one, other) for one, other in zip(tensors(packed), tensors(wanted))]
     assert any(changed)  # and it is our loop that ran
+
+
+@pytest.mark.parametrize("backbone", [name for name in BACKBONES if not name.startswith("hf_")])
+@torch.no_grad()
+def test_of_every_family_of_timms(backbone):
+    vit = lively(BACKBONES[backbone]()).double().eval()
+    height, width = backbone_of(vit).shape.image
+    images = pictures(dtype=torch.float64, side=height)[..., :width]
+    images = torch.nn.functional.pad(images, (0, width - images.shape[-1]))
+    wanted = [vit.forward_features(images), vit.forward_intermediates(images, indices=[0, 2])]
+    model = dwindle.adapt(vit, dwindle.Static()).eval()
+    same([model.forward_features(images), model.forward_intermediates(images, indices=[0, 2])], wanted)
 
 
 @torch.no_grad()
