@@ -33,6 +33,7 @@ from ..show.terminal import (
 )
 from ..tasks.base import task_named
 from ..train.loop import Run
+from ..train.own import own_recipe
 from ..train.recipe import changed
 
 Preset = Annotated[
@@ -41,9 +42,18 @@ Preset = Annotated[
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="Name of a recipe: aht_cifar100, avit_cifar100, ...")],
+    recipe: Annotated[
+        str | None, typer.Argument(help="Name of a recipe: aht_cifar100, avit_cifar100, ...; or give --model.")
+    ] = None,
     data: OptionalData = None,
     preset: Preset = None,
+    model: Annotated[
+        str | None, typer.Option(help="Without a recipe: a timm name, a folder of Hugging Face's or a checkpoint.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="Of --model; by itself AHT.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Of --model: the share of the static cost; 0.67.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Of --model; by itself 50.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Of a timm name: a file; by itself those timm fetches.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for checkpoint, metrics and the state to resume from.")
     ] = None,
@@ -61,7 +71,17 @@ def train(
     device: Device = None,
 ) -> None:
     """Train a recipe. A killed run loses what came after its last save (each epoch): go on with --resume."""
-    settings = changed(made(find_recipe(recipe), data, preset=preset), set or [])
+    own: dict[str, Any] = {"method": method, "budget": budget, "epochs": epochs, "weights": weights}
+    if (recipe is None) == (model is None):
+        given = f"Recipe {recipe} and --model {model}" if recipe else "Neither a recipe nor --model"
+        raise DwindleError(f"{given}: give the name of a recipe, or --model for a model of your own without one.")
+    if model is not None:
+        only_for("recipes", "--model", preset=preset)
+        made_of: Any = own_recipe(model, **{name: value for name, value in own.items() if value is not None})
+    else:
+        only_for("--model", f"the recipe {recipe}", **own)
+        made_of = made(find_recipe(str(recipe)), data, preset=preset)
+    settings = changed(made_of, set or [])
     images: dict[str, Any] = {"holdout": holdout, "skip_corrupt": skip_corrupt or None}
     for name, given in images.items():
         if given is not None and not hasattr(settings, name):
@@ -69,7 +89,7 @@ def train(
         settings = settings if given is None else changed(settings, [f"{name}={given}"])
     if task_named(settings.task).needs_data:
         data, out = needed(data, "train", "--data"), needed(out, "train", "--out")
-    out = out or Path("runs") / recipe
+    out = out or Path("runs") / str(recipe)
     resume = resumes(resume, out)
     run = Run(settings, data, out, eval_data=eval_data, device=device_for(device), resume=resume, limit=limit)
     if holdout and not run.task.holdout:

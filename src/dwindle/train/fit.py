@@ -12,7 +12,6 @@ import logging
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ..core import processes as ranks
@@ -21,10 +20,10 @@ from ..errors import DwindleError, unknown
 from ..evaluate.fidelity import agreement
 from ..evaluate.readers import tensors
 from ..io.card import write_card
-from ..io.checkpoint import WEIGHTS, find, is_checkpoint, load, save, shipped
-from ..io.config import CONFIG, read_config
+from ..io.checkpoint import load, save
 from ..methods import Method
 from .loop import Run
+from .own import placed
 from .recipe import Recipe, changed
 
 log = logging.getLogger("dwindle")
@@ -60,8 +59,6 @@ def fit_recipe(
         )
     recipe = Recipe(
         task="features",
-        model=model,
-        weights=_file(weights) or "pretrained",
         image_size=image_size,
         method=method,
         method_options={"budget": budget},
@@ -82,30 +79,7 @@ def fit_recipe(
         skip_corrupt=True,
         eval_every=epochs,
     )
-    return changed(_named(recipe, model), settings)
-
-
-def _file(weights: str | None) -> str | None:
-    folder = None if weights is None else Path(weights)
-    return str(folder / WEIGHTS) if folder and folder.is_dir() and not (folder / CONFIG).is_file() else weights
-
-
-def _named(recipe: Recipe, model: str) -> Recipe:
-    """With the model where the trainer looks for it: a checkpoint's weights, and what its config calls them."""
-    import timm
-
-    if timm.is_model(model) or not is_checkpoint(model):
-        return recipe
-    folder = find(model)
-    try:
-        described = read_config(folder)["backbone"]
-    except DwindleError:
-        if model in shipped() or not (folder / CONFIG).is_file():
-            raise
-        return dataclasses.replace(recipe, model=str(folder), weights=None)  # Hugging Face's
-    if recipe.weights != "pretrained":
-        raise DwindleError(f"--weights {recipe.weights}: {model} brings its own; leave it out.")
-    return dataclasses.replace(recipe, model=described["model"] or recipe.model, weights=str(folder))
+    return changed(placed(recipe, model, weights), settings)
 
 
 class _Enough(Exception):
