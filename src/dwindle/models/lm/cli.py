@@ -204,7 +204,7 @@ def calibrate(
     model, vocabulary = _opened(checkpoint, None)
     name = data or own_text(model)
     text = open_text(name, vocabulary)
-    options = {"batch": batch, "limit": limit, "device": device_for(device), "name": name}
+    options: dict[str, Any] = {"batch": batch, "limit": limit, "device": device_for(device), "name": name}
     found = affordable(model, text.train[: len(text.val)], loss / 100, **options)
     save(model, out, extra={"calibrated": {"loss_allowed": loss / 100, "data": Path(name).name, **found}})
     show_table(f"{checkpoint} on training text of {name}", [*found], [[*found.values()]])
