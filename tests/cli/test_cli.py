@@ -399,6 +399,10 @@ BAD = {
     "eval {run} --data {data} --batch 0": "--batch",
     "eval {run} --data {data} --limit 0": "--limit",
     "eval {run} --data {data} --workers -1": "workers",
+    "eval tsa_shakespeare --batch 99999999999999999999999": "--batch",
+    "bench {run} --batch 99999999999999999999999": "--batch",
+    "export {run} --to torch-export --out e.pt2 --seconds inf": "--seconds",
+    "quantize {run} --out q --seconds nan": "--seconds",
     "eval {run} --data {data} --workers 99999999999": "workers",  # so many processes would take all memory
     "eval {run} --data {data} --workers 0 --batch 99999999999999999999": "batch",
     "predict {run} --data {data} --out p.parquet --workers 99999999999": "workers",

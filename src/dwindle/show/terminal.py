@@ -19,6 +19,7 @@ from ..core import processes as ranks
 from ..errors import DwindleError, printable, unknown
 from ..files import shown
 
+MOST = 1 << 31  # of any number on the command line: seconds, images at a time
 console, aside = Console(highlight=False, emoji=False), Console(stderr=True, highlight=False, emoji=False)
 
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint folder, a shipped name, or a Hub id.")]
@@ -148,8 +149,8 @@ def only_for(kind: str, here: str = "this model", **given: Any) -> None:
 def at_least(**least: tuple[float | None, float]) -> None:
     """Options by name: what was given, if anything, and the least it may be."""
     for name, (given, low) in least.items():
-        if given is not None and not low <= given < math.inf:
-            raise DwindleError(f"--{name} {given}: it must be at least {low}, and finite.")
+        if given is not None and not low <= given < MOST:
+            raise DwindleError(f"--{name} {given}: it must be at least {low}, and no more than {MOST}.")
 
 
 def check_loading(batch: int, limit: int | None, holdout: float | None = None) -> None:
@@ -175,7 +176,7 @@ def numbers(option: str, text: str, kind: Any) -> list[Any]:
         values = [kind(part) for part in text.split(",")]
     except ValueError:
         values = []
-    if not values or not all(0 < value < math.inf for value in values):
+    if not values or not all(0 < value < MOST for value in values):
         example = "1,8,32" if kind is int else "1.0,0.52"
         raise DwindleError(f"{option} {text}: expected numbers above 0, separated by commas, such as {example}.")
     return values

@@ -32,6 +32,7 @@ from ...show.terminal import (
     Seconds,
     SkipCorrupt,
     Workers,
+    at_least,
     check_loading,
     device_for,
     finish,
@@ -137,7 +138,7 @@ def bench(
     against early exit on images of `data`."""
     place = device_for(device)
     check_runs(dtype, place)
-    require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
+    at_least(seconds=(seconds, 0))
     batches, untrained = numbers("--batch", batch, int), model in AdaPerceivers().untrained()
     network = AdaPerceiver.preset(model.removeprefix(PRESET)) if untrained else load_network(model, dense=True)
     if exit is not None and data is not None:

@@ -26,6 +26,7 @@ from ...show.terminal import (
     Seconds,
     Tau,
     aside,
+    at_least,
     check_loading,
     console,
     device_for,
@@ -107,7 +108,7 @@ def bench(
     """Static against adaptive. The router's own decisions are timed where there is a text for them."""
     place = device_for(device)
     check_runs(dtype, place)
-    require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
+    at_least(seconds=(seconds, 0))
     batches, fractions = numbers("--batch", batch, int), numbers("--fraction", fraction, float)
     opened, vocabulary = _opened(model, None)
     if generate is not None:

@@ -42,6 +42,7 @@ from ...show.terminal import (
     SkipCorrupt,
     Threshold,
     Workers,
+    at_least,
     check_loading,
     console,
     device_for,
@@ -122,7 +123,7 @@ def bench(
     """Static against adaptive."""
     place = device_for(device)
     check_runs(dtype, place, [*DTYPES, INT8])
-    require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
+    at_least(seconds=(seconds, 0))
     batches, fractions = numbers("--batch", batch, int), numbers("--fraction", fraction, float)
     adapted = model_to_bench(model)
     known = ("eager", "graph", "compile") if place.startswith("cuda") else ("eager", "onnxruntime", "compile")
@@ -217,7 +218,7 @@ def export(
     seconds: Annotated[float, typer.Option(help="Time against the static model exported alike; 0: not.")] = 0.0,
 ) -> None:
     """The graph, and how far it answers as the model does."""
-    require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
+    at_least(seconds=(seconds, 0))
     model = load_as(AdaptiveViT, checkpoint)
     if budget is not None:
         meet(model, check_images(model), budget)
@@ -244,7 +245,7 @@ def quantize(
     """The checkpoint, and how far it answers as the model does."""
     require(batch >= 1, f"--batch {batch}", "it must be at least 1")
     require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
-    require(seconds >= 0, f"--seconds {seconds}", "it must be at least 0")
+    at_least(seconds=(seconds, 0))
     require(not out.is_file(), f"--out {out}", "a checkpoint is a folder and this is a file")
     model = load_as(AdaptiveViT, checkpoint)
     photos = check_images(model)
