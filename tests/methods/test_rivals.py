@@ -36,6 +36,19 @@ def test_a_smaller_image_is_the_model_built_for_that_size(backbone):
     assert out.trace.grid == (2, 2) and out.features.shape[1] == model.backbone.shape.tokens()  # all came back
     alone = dwindle.adapt(small, dwindle.Static())
     assert float(model.macs(out.trace)[0]) == pytest.approx(alone.static_macs())
+    assert float(model.cost(out.trace)) == pytest.approx(alone.static_macs() / model.static_macs())
+
+
+@torch.no_grad()
+@pytest.mark.graphs
+def test_a_prepared_model_looks_at_the_smaller_image():
+    model = build("average", Resolution(0.5))
+    images = images_for(model, 2)
+    out, fast = model(images), model.prepare(details=True)(images)
+    torch.testing.assert_close(fast.features, out.features, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(fast.logits, out.logits, atol=1e-5, rtol=1e-4)
+    assert (fast.trace.grid, fast.trace.whole) == (out.trace.grid, out.trace.whole) == ((2, 2), (4, 4))
+    assert float(model.cost(fast.trace)) == pytest.approx(float(model.cost(out.trace)))
 
 
 @torch.no_grad()

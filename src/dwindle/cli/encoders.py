@@ -79,7 +79,7 @@ def opened(
     budget: float | None,
     dtype: str,
     device: str,
-    plain_ones: str = "ToMe",
+    plain_ones: str = "ToMe.for_features",
 ) -> AdaptiveViT:
     """The model that a command names, on its device; adapted by `method`, by itself `plain_ones`, if it was not."""
     model, fresh = adapted_encoder(source, weights, image_size, method, budget, plain_ones)
@@ -284,7 +284,9 @@ def fit(
     data: Photos,
     budget: Annotated[float, typer.Option(help="The share of the static cost that the model may have.")] = 0.5,
     out: Annotated[Path | None, typer.Option(help="Folder for the checkpoint; by itself runs/fit.")] = None,
-    method: Annotated[str, typer.Option(help="ToMe, TopK, AHT, ...: what says which tokens stop.")] = "ToMe",
+    method: Annotated[str, typer.Option(help="ToMe.for_features, TopK, AHT, ...: what says which tokens stop.")] = (
+        "ToMe.for_features"
+    ),
     learns: Annotated[
         str, typer.Option(help="return: what stopped tokens get back (and planners); small: norms too; all.")
     ] = "small",

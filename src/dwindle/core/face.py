@@ -156,7 +156,7 @@ class Call:
         if seen is not self.images:
             x = model.backbone.embed(seen)
         given = states if self.every else None
-        self.read, self.trace = model.loop(x, seen, self.start, states=given, **self.forced)
+        self.read, self.trace = model.loop(x, seen, self.images, self.start, states=given, **self.forced)
         states += [self.read] * (len(model.backbone.blocks) - len(states))
         states[-1] = self.read
         self.states = [model.whole(state, seen, self.images) for state in states] if self.every else []

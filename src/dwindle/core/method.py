@@ -6,6 +6,7 @@ A method is one file in `dwindle/methods`. It is found by itself; nothing else n
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -76,6 +77,10 @@ class Method(nn.Module):
         """(B, C, height, width): what the model is given in the place of these images, of any size in whole patches.
         Where depths are forced it is given the images themselves."""
         return images
+
+    def seen_size(self, image: tuple[int, int]) -> tuple[int, int]:
+        """Height and width of what the model is given in the place of an image of this size."""
+        return image
 
     def start(self, tokens: Tokens) -> Tokens:
         """Before the first block: lay down notes."""
@@ -160,6 +165,19 @@ class Method(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.config.items())
+
+
+def ways() -> dict[str, type[Method]]:
+    """The kind of method by each name that a user may give: its own, or with a constructor's: 'ToMe.for_features'."""
+    kinds = sorted(Method.registry.items())
+    return {way: kind for name, kind in kinds for way in (name, *(f"{name}.{variant}" for variant in kind.variants))}
+
+
+def constructor(way: str) -> Callable[..., Method]:
+    """What makes the method of one of these names."""
+    kind, variant = ways()[way], way.partition(".")[2]
+    made: Callable[..., Method] = getattr(kind, variant) if variant else kind
+    return made
 
 
 def brought_in(progress: float, ramp: float) -> float:

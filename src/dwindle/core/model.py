@@ -152,7 +152,7 @@ class AdaptiveViT(Face):
         seen = self.method.seen(images) if depths is None else images
         with cutting(seen):
             embedded = self.backbone.embed(seen)
-        features, trace = self.loop(embedded, seen, start, depths=depths, operating_point=operating_point)
+        features, trace = self.loop(embedded, seen, images, start, depths=depths, operating_point=operating_point)
         whole = self.whole(features, seen, images)
         return Output(self.backbone.logits(features if self.dense_head is None else whole), trace, whole)
 
@@ -165,13 +165,14 @@ class AdaptiveViT(Face):
         self,
         embedded_BND: Tensor,
         seen: Tensor,
+        images: Tensor,
         start: Start,
         *,
         depths: Tensor | None = None,
         operating_point: Tensor | None = None,
         states: list[Tensor] | None = None,
     ) -> tuple[Tensor, Trace]:
-        """The loop over blocks: every token's state in the end, and what happened. seen: the images that were embedded.
+        """The loop over blocks: every token's state in the end, and what happened. seen: what was embedded of the images.
         states: a list which is given every token's state after each block, too."""
         shape = self.backbone.shape
         tokens = start(embedded_BND, shape.prefix).changed(
@@ -189,7 +190,8 @@ class AdaptiveViT(Face):
         if operating_point is not None:
             self.check_operating_point(operating_point, tokens.shape[0])
             tokens.notes["operating_point"] = tokens.per_image(operating_point.to(embedded_BND.device))
-        trace = Trace(tokens.shape, shape.prefix, self.backbone.grid(seen), shape.blocks)
+        grid, whole = self.backbone.grid(seen), self.backbone.grid(images)
+        trace = Trace(tokens.shape, shape.prefix, grid, shape.blocks, whole=None if whole == grid else whole)
 
         nearest = self.give_back is not None and self.give_back.halted == "nearest"
         tokens = self.method.start(tokens)
@@ -280,7 +282,8 @@ class AdaptiveViT(Face):
     def static_macs(self, trace: Trace | None = None) -> float:
         """The same image with nothing halted."""
         shape = self.backbone.shape
-        image = None if trace is None else (trace.grid[0] * shape.patch[0], trace.grid[1] * shape.patch[1])
+        grid = None if trace is None else trace.whole or trace.grid
+        image = None if grid is None else (grid[0] * shape.patch[0], grid[1] * shape.patch[1])
         return static_macs(shape, image)
 
     def with_method(self, method: Method) -> AdaptiveViT:

@@ -21,6 +21,7 @@ class Trace:
     lives: list[Where] = field(default_factory=list)
     values: list[dict[str, Tensor]] = field(default_factory=list)
     exits: list[Tensor] = field(default_factory=list)  # (B, classes) logits at each depth, where a method reads them
+    whole: tuple[int, int] | None = None  # the grid of the images themselves, where smaller ones were looked at
     _live: Tensor | None = None  # kept once made; functools' cached_property takes a lock, which cannot be compiled
 
     def record(self, tokens: Tokens, values: dict[str, Tensor], exit: Tensor | None = None) -> None:

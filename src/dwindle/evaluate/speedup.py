@@ -11,16 +11,15 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.cost import static_macs
+from ..core.method import constructor, ways
 from ..core.model import AdaptiveViT, adapt
 from ..errors import DwindleError
-from ..methods import Method
 from ..methods.resolution import Resolution
 from ..methods.static import Static
 from ..ops.timing import milliseconds
@@ -175,14 +174,13 @@ def _methods(static: AdaptiveViT, budgets: Sequence[float], left_out: dict[str, 
     """Those that need no training, at each budget they reach."""
     found, shape = [], static.backbone.shape
     stages = tuple(sorted({min(max(round(share * shape.blocks), 1), shape.blocks - 1) for share in STAGES}))
-    for kind in (Method.registry[name] for name in sorted(Method.registry)):
+    for name, kind in ways().items():
         takes = parameters(kind)
         if kind.needs_training or kind.rival or kind.judges_answers or "budget" not in takes:
             continue
-        ways = {kind.__name__: kind} | {f"{kind.__name__}.{name}": getattr(kind, name) for name in kind.variants}
-        for (name, make), budget in product(ways.items(), budgets):
+        for budget in budgets:
             try:
-                method = make(budget=budget, **({"stages": stages} if "stages" in takes else {}))
+                method = constructor(name)(budget=budget, **({"stages": stages} if "stages" in takes else {}))
                 adapted = static.with_method(method)
             except DwindleError as error:
                 left_out[f"{name} at {budget:g}"] = str(error)

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from ..core.method import Method, constructor, ways
 from ..core.model import AdaptiveViT, adapt
 from ..errors import DwindleError, printable, unknown
-from ..methods import Method
 from ..settings import parameters
 from .checkpoint import WEIGHTS, find, is_checkpoint, load_as, load_vit_weights, shipped
 from .config import CONFIG
@@ -150,7 +150,7 @@ def adapted_encoder(
     image_size: int | None = None,
     method: str | None = None,
     budget: float | None = None,
-    by_itself: str = "ToMe",
+    by_itself: str = "ToMe.for_features",
 ) -> tuple[AdaptiveViT, bool]:
     """The model adapted, and whether it was adapted here: a plain one by a method that needs no training.
 
@@ -169,10 +169,10 @@ def adapted_encoder(
 
 def untrained(name: str, budget: float | None = None) -> Method:
     """A method of this name that answers without training. budget: by itself 0.5."""
-    ready = sorted(kind for kind, made in Method.registry.items() if not made.needs_training)
+    ready = {way: kind for way, kind in ways().items() if not kind.needs_training}
     if name not in ready:
         hint = "others are trained first" if name in Method.registry else ""
         raise unknown("method without training", name, ready, hint)
-    if "budget" not in parameters(Method.registry[name]):
-        return Method.registry[name]()
-    return Method.registry[name](budget=0.5 if budget is None else budget)
+    if "budget" not in parameters(ready[name]):
+        return ready[name]()
+    return constructor(name)(budget=0.5 if budget is None else budget)

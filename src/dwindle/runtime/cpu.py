@@ -39,6 +39,9 @@ def watched_everywhere() -> bool:
     return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
 
 
+Grids = tuple[tuple[int, int], tuple[int, int] | None]
+
+
 class CpuGraphs:
     """Of a model whose weights nobody writes to any more; only the method's settings may be turned."""
 
@@ -61,7 +64,7 @@ class CpuGraphs:
         given = {"images": images, **self._points(len(images), operating_point)}
         if depths is not None:
             given["depths"] = depths.long()
-        return graph(given, self._grid(images))
+        return graph(given, self._grids(images, depths is not None))
 
     def graph(self, images: Tensor, depths: Tensor | None = None) -> Graph | None:
         """What answers a call like this one."""
@@ -79,8 +82,11 @@ class CpuGraphs:
             self._graphs.move_to_end(key)
             return self._graphs[key]
 
-    def _grid(self, images: Tensor) -> tuple[int, int]:
-        return self.model.backbone.shape.grid((images.shape[-2], images.shape[-1]))
+    def _grids(self, images: Tensor, forced: bool) -> Grids:
+        """Of what is looked at, and of the images themselves if that is another."""
+        shape, size = self.model.backbone.shape, (images.shape[-2], images.shape[-1])
+        whole, seen = (shape.grid(each) for each in (size, size if forced else self.model.method.seen_size(size)))
+        return seen, None if seen == whole else whole
 
     def _tokens(self, images: Tensor) -> int:
         return self.model.backbone.shape.tokens((images.shape[-2], images.shape[-1]))
@@ -148,7 +154,9 @@ class CpuGraphs:
         def call(rows: slice) -> tuple[Tensor, Tensor]:
             images = noise[rows]
             given = {"images": images, **self._points(len(images), None)}
-            out = graph(given if depths is None else given | {"depths": depths[rows]}, self._grid(images))
+            out = graph(
+                given if depths is None else given | {"depths": depths[rows]}, self._grids(images, depths is not None)
+            )
             return out.logits, out.trace.depth
 
         onnx_graph.compare(wanted, call, len(noise))
@@ -272,22 +280,22 @@ class Graph:
         self.inputs = [given.name for given in self.session.get_inputs()]
         self.outputs = [made.name for made in self.session.get_outputs()]
 
-    def __call__(self, given: dict[str, Tensor], grid: tuple[int, int]) -> Output:
+    def __call__(self, given: dict[str, Tensor], grids: Grids) -> Output:
         given = {name: given[name] for name in self.inputs}
         total, parts = len(given["images"]), []
         for begin in range(0, total, self.most):
             part = {name: x[begin : begin + self.most] if x.dim() else x for name, x in given.items()}
             parts.append(onnx_graph.run(self.session, part))
         made = parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts)]
-        return self._output(dict(zip(self.outputs, made)), grid)
+        return self._output(dict(zip(self.outputs, made)), grids)
 
-    def _output(self, made: dict[str, Tensor], grid: tuple[int, int]) -> Output:
-        depth, blocks, prefix = made["depth"], self.blocks, self.prefix
+    def _output(self, made: dict[str, Tensor], grids: Grids) -> Output:
+        depth, blocks, prefix, (grid, whole) = made["depth"], self.blocks, self.prefix, grids
         shape = (depth.shape[0], depth.shape[1])
         lives = [Where(shape, live_BN=depth > block) for block in range(blocks)]
         if "features" not in made:
-            return ShortOutput(made["logits"], ShortTrace(shape, prefix, grid, blocks, lives))
-        trace = Trace(shape, prefix, grid, blocks, lives, [{} for _ in lives])
+            return ShortOutput(made["logits"], ShortTrace(shape, prefix, grid, blocks, lives, whole))
+        trace = Trace(shape, prefix, grid, blocks, lives, [{} for _ in lives], whole=whole)
         for name, value in made.items():
             kind, _, which = name.partition(".")
             if kind == "values":
@@ -301,8 +309,10 @@ class Graph:
 class ShortTrace(Trace):
     """Who was live in which block, and nothing that the method wrote down."""
 
-    def __init__(self, shape: Any, prefix: int, grid: tuple[int, int], blocks: int, lives: list[Where]) -> None:
-        super().__init__(shape, prefix, grid, blocks, lives)
+    def __init__(
+        self, shape: Any, prefix: int, grid: tuple[int, int], blocks: int, lives: list[Where], whole: Any
+    ) -> None:
+        super().__init__(shape, prefix, grid, blocks, lives, whole=whole)
         del self.values, self.exits
 
     def __getattr__(self, name: str) -> Any:

@@ -16,12 +16,12 @@ from typing import Any
 
 from ..core import processes as ranks
 from ..core.cost import budget_share
+from ..core.method import Method, constructor, ways
 from ..errors import DwindleError, unknown
 from ..evaluate.fidelity import agreement
 from ..evaluate.readers import tensors
 from ..io.card import write_card
 from ..io.checkpoint import load, save
-from ..methods import Method
 from .loop import Run
 from .own import placed
 from .recipe import Recipe, changed
@@ -36,7 +36,7 @@ def fit_recipe(
     model: str,
     budget: float | str,
     *,
-    method: str = "ToMe",
+    method: str = "ToMe.for_features",
     learns: str = "small",
     epochs: int = 10,
     batch: int = 32,
@@ -49,9 +49,9 @@ def fit_recipe(
     """
     if learns not in LEARNS:
         raise unknown("choice of what learns", learns, LEARNS)
-    if method not in Method.registry:
-        raise unknown("method", method, Method.registry)
-    kind = Method.registry[method]
+    if method not in ways():
+        raise unknown("method", method, ways())
+    kind = ways()[method]
     if kind.judges_answers:
         raise DwindleError(
             f"--method {method}: it stops an image when its class is clear, and no classes are learnt here; take ToMe, "
@@ -60,8 +60,8 @@ def fit_recipe(
     recipe = Recipe(
         task="features",
         image_size=image_size,
-        method=method,
-        method_options={"budget": budget},
+        method=kind.__name__,
+        method_options={"budget": budget} if method in Method.registry else constructor(method)(budget=budget).config,
         teacher="static",
         freeze_backbone=learns == "return",
         small=learns == "small",

@@ -133,7 +133,7 @@ class Recalled(Output):
         for i, whose in enumerate(made.order):
             parts[whose] = made.part(self._flat, i)[: self._count]
         like, answers = made.out.trace, len(made.out.trace.exits)
-        trace = self.trace = Trace((self._count, like.shape[1]), like.prefix, like.grid, like.blocks)
+        trace = self.trace = Trace((self._count, like.shape[1]), like.prefix, like.grid, like.blocks, whole=like.whole)
         trace.exits = parts[1 : 1 + answers]
         trace.lives = [Where(trace.shape, live_BN=live) for live in parts[-len(like.lives) :]]
         trace.values = [{} for _ in trace.lives]
