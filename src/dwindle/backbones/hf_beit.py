@@ -48,8 +48,8 @@ class HuggingFaceBEiT(HuggingFace):
 
     def __init__(self, vit: Any) -> None:
         super().__init__(vit)
-        eager = [type(m) for m in self.blocks[0].modules() if type(m).__name__ == "Data2VecVisionSelfAttention"]
-        if eager:
+        written_out = ("Data2VecVisionSelfAttention", "BeitSelfAttention")  # the latter in older versions
+        if any(type(module).__name__ in written_out for module in self.blocks[0].modules()):
             raise DwindleError(
                 f"{self.kind} cannot be adapted: it was built with eager attention, which does not call "
                 'scaled_dot_product_attention; build it with attn_implementation="sdpa".'
