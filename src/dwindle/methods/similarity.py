@@ -66,7 +66,7 @@ class Similarity(Method):
             return Verdict(tokens.decide(depth, None))
         if self.kind == "lpips":
             square = (F.normalize(wide(tokens.x), dim=-1) - F.normalize(wide(before), dim=-1)).square().sum(-1)
-            distance = tokens.per_image(tokens.image_mean(square))
+            distance = tokens.per_image(tokens.image_mean(square[..., None])[:, 0])
             keep = distance >= self.operating_value(tokens, "threshold")
             return Verdict(tokens.decide(depth, keep), record={"score": distance})
         # Notes are per row, and a state is smaller than an answer: so the state is kept and read again.
