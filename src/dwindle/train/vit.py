@@ -121,7 +121,7 @@ class ViTLearner(Learner):
                 f"teacher = {named}: of a timm model only answers can be learnt, and {self.recipe.method} on the task "
                 f"'{self.task.name}' asks for its {beyond[0]}; give a checkpoint of a vision transformer."
             )
-        prepared = Preprocess(**backbone_of(vit).preprocess)
+        prepared = Preprocess(**(backbone_of(vit).preprocess | own_preprocess(self.recipe)))
         model = foreign(named, self.recipe.teacher_weights, prepared, self.task.outputs)
         return Teacher(model, self.recipe, self.device)
 
