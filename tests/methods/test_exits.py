@@ -319,7 +319,7 @@ def test_training_compiles_without_graph_breaks(name):
         (lambda: Confidence(supervision="uniforn"), "did you mean 'uniform'"),
         (lambda: build("vit", Confidence(min_depth=0)), r"min_depth = 0: this backbone has blocks 1..4"),
         (lambda: Similarity(threshold=-0.1), "threshold = -0.1"),
-        (lambda: Similarity(kind="lpips"), "Unknown kind 'lpips'.*cosine, mse"),
+        (lambda: Similarity(kind="ssim"), "Unknown kind 'ssim'.*cosine, lpips, mse"),
         (lambda: Similarity(supervision="lin"), "supervision"),
         (lambda: build("vit", Similarity(min_depth=1)), "from block 2 on"),
         (lambda: Shallow(0), "depth = 0"),
@@ -329,3 +329,32 @@ def test_training_compiles_without_graph_breaks(name):
 def test_settings_out_of_range(make, message):
     with pytest.raises(dwindle.DwindleError, match=message):
         make()
+
+
+@torch.no_grad()
+def test_tokens_are_drawn_from_their_halting_distribution():
+    """PonderNet per token: with lambda the same everywhere depths are geometric; the class token goes on."""
+    model = build("vit", PonderNet(gamma=0.0, beta=0.0, per="token", sample=True))  # lambda = 1/2
+    images = torch.randn(200, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    out = model(images)
+    assert (out.trace.depth[:, 0] == 4).all()
+    counts = out.trace.depth[:, 1:].flatten().bincount(minlength=5)[1:].double()
+    torch.testing.assert_close(
+        counts / counts.sum(), torch.tensor([0.5, 0.25, 0.125, 0.125]).double(), atol=0.02, rtol=0
+    )
+    assert torch.equal(model(images[7:9]).trace.depth, out.trace.depth[7:9])  # the draw is the image's own
+    median = build("vit", PonderNet(gamma=0.0, beta=0.0, per="token"))
+    assert (median(images[:2]).trace.depth[:, 1:] == 1).all()  # by then half of the chance is spent
+
+
+def test_what_trains_a_token_that_ponders():
+    model = build("vit", PonderNet(per="token", sample=True)).train()
+    out = model(images_for(model))
+    weights = model.method.exit_weights(out.trace)
+    torch.testing.assert_close(weights.sum(0), torch.ones(5))  # the class token's, which sees every depth
+    terms = model.loss(out, torch.arange(5))
+    terms["total"].backward()
+    assert float(model.method.gamma.grad.abs()) > 0 and len(out.trace.exits) == 4
+    assert len(out.trace.depth.unique()) > 1  # drawn in training too
+    with pytest.raises(dwindle.DwindleError, match="tokens are drawn"):
+        PonderNet(sample=True)

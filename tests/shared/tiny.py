@@ -129,9 +129,12 @@ METHODS: dict[str, Callable[[], Method]] = {
     "Static": lambda: dwindle.Static(attention=True),
     "ACT": lambda: parting(ACT(bias=-1.0)),
     "PonderNet": lambda: parting(PonderNet()),
+    "PonderNet_token": lambda: PonderNet(gamma=1.5, beta=-1.0, per="token"),
+    "PonderNet_sampled": lambda: PonderNet(gamma=1.5, beta=-1.0, per="token", sample=True),
     "Confidence": lambda: parting(Confidence()),
     "Similarity": lambda: parting(Similarity()),
     "Similarity_cosine": lambda: parting(Similarity(kind="cosine")),
+    "Similarity_lpips": lambda: parting(Similarity(kind="lpips")),
     "Shallow": lambda: Shallow(2),
     "Resolution": lambda: Resolution(0.6),
     "Random": lambda: Random(stages=(1, 2, 3), keep=0.7),
@@ -168,7 +171,8 @@ KINDS = (
     ("AViT_merge", "TopK_merge", "DynamicViT_merge", "Random_merge", "ToMe_states"),  # likewise, by options
     ("TopK", "DynamicViT", "DynamicViT_image", "Random", "AViT_network"),  # by what a layer, or chance, says of it
     ("ACT", "PonderNet", "Confidence", "Similarity", "Similarity_cosine"),  # whole images
-    ("Static", "Shallow", "Resolution"),  # all at once
+    ("Static", "Shallow", "Resolution", "Similarity_lpips"),  # all at once
+    ("PonderNet_token", "PonderNet_sampled"),  # each token by its own chance
 )
 
 
@@ -189,8 +193,18 @@ def cover(methods: Iterable[str] = METHODS, turn: int = 0) -> list[tuple[str, st
 
 
 # How many depths tokens stop at, where it may be fewer than 3: images stop whole, or as random weights have it.
-FEWEST = {"Static": 1, "Shallow": 1, "Resolution": 1} | dict.fromkeys(
-    ("AHT_late", "ACT", "PonderNet", "Confidence", "Similarity", "Similarity_cosine", "DynamicViT_image"), 2
+FEWEST = {"Static": 1, "Shallow": 1, "Resolution": 1, "Similarity_lpips": 2, "PonderNet_token": 2} | dict.fromkeys(
+    (
+        "AHT_late",
+        "ACT",
+        "PonderNet",
+        "Confidence",
+        "Similarity",
+        "Similarity_cosine",
+        "Similarity_lpips",
+        "DynamicViT_image",
+    ),
+    2,
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from ..core.tokens import Tokens
 from ..core.trace import Trace
 from ..settings import AtLeast0, Inside, Whole0, Within
 from .exits import image_state
+from .random import drawn
 
 if TYPE_CHECKING:
     from ..core.model import Output
@@ -37,16 +38,24 @@ class PonderNet(Method):
         prior: Inside = 0.1,
         beta_kl: AtLeast0 = 0.01,
         threshold: Annotated[float, Within(0, 1, over=True)] = 0.5,
+        per: Literal["image", "token"] = "image",
+        sample: bool = False,
     ) -> None:
         """
         gamma, beta: lambda = sigmoid(gamma * f + beta), f that neuron of the block's output; trained, shared by blocks.
         prior: parameter of the geometric distribution that halting is drawn to. beta_kl: weight of that term.
         threshold: an image stops when it has halted with at least this probability. 0.5 is the median.
+        per: 'image', lambda is the class token's and all tokens stop; 'token', each has its own, and patches stop
+            (A-ViT's appendix).
+        sample: patches stop at a depth drawn from their halting distribution, in training too; with per='token'. The
+            draw follows from the image's pixels; at a threshold of 0.5 it is fair, below it earlier.
         """
         super().__init__()
         self.gamma = nn.Parameter(torch.tensor(float(gamma)))
         self.beta = nn.Parameter(torch.tensor(float(beta)))
+        require(per == "token" or not sample, "sample = True, per = image", "tokens are drawn; say per='token' as well")
         self.neuron, self.prior, self.beta_kl, self.threshold = neuron, prior, beta_kl, threshold
+        self.per, self.sample = per, sample
         self.operating_point = ("threshold", 1e-6, 1.0)
 
     def bind(self, shape: Shape) -> None:
@@ -57,21 +66,40 @@ class PonderNet(Method):
 
     def start(self, tokens: Tokens) -> Tokens:
         tokens.notes["going"] = tokens.numbers(1.0)  # prod_j (1 - lambda_j)
+        if self.sample:
+            assert tokens.images is not None
+            lot = drawn(tokens.images, tokens.shape[1], 0)
+            tokens.notes["lot"] = tokens.gather(lot).to(tokens.notes["going"].dtype)
         return tokens
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
         if depth + 1 == self.shape.blocks:  # what is left stops here
             score, keep = torch.ones_like(tokens.notes["going"]), None
         else:
-            feature = wide(image_state(tokens, tokens.x[..., self.neuron, None])[:, 0])
-            score = tokens.per_image(torch.sigmoid(self.gamma * feature + self.beta))
+            score = self._score(tokens)
             going = tokens.notes["going"] = tokens.notes["going"] * (1 - score)
-            keep = None if self.training else 1 - going < self.operating_value(tokens, "threshold")
+            keep = None if self.training and not self.sample else self._goes_on(tokens, going)
         answer = tokens.read() if self.training else None
         return Verdict(tokens.decide(depth, keep), record={"score": score}, exit=answer)
 
+    def _score(self, tokens: Tokens) -> Tensor:
+        if self.per == "token":
+            return torch.sigmoid(self.gamma * wide(tokens.x[..., self.neuron]) + self.beta)
+        feature = wide(image_state(tokens, tokens.x[..., self.neuron, None])[:, 0])
+        return tokens.per_image(torch.sigmoid(self.gamma * feature + self.beta))
+
+    def _goes_on(self, tokens: Tokens, going: Tensor) -> Tensor:
+        limit = self.operating_value(tokens, "threshold")
+        if self.sample:  # a uniform number under the distribution function is a draw from the distribution
+            limit = 2 * limit * tokens.notes["lot"]
+        keep: Tensor = 1 - going < limit
+        return keep if self.per == "image" else keep | tokens.is_prefix
+
     def distribution(self, trace: Trace) -> Tensor:
-        """(L, B): p_n = lambda_n prod_{j<n} (1 - lambda_j), and what is left at the last block an image came to."""
+        """(L, B): p_n = lambda_n prod_{j<n} (1 - lambda_j), and what is left at the last block an image came to. Of
+        tokens with a lambda each, the class token's: it is what is read."""
+        if self.per == "token" and trace.prefix:
+            return halting_distribution(trace.scores[..., 0], trace.live[..., 0], "hazard")
         counts = trace.counts
         score = trace.scores.sum(-1) / counts.clamp_min(1)  # all live tokens of an image share it
         return halting_distribution(score, counts > 0, "hazard")
@@ -80,7 +108,10 @@ class PonderNet(Method):
         return self.distribution(trace) if self.training else None
 
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
-        actual = self.distribution(out.trace)
+        if self.per == "token":
+            actual = halting_distribution(out.trace.scores, out.trace.live, "hazard").flatten(1)  # L, B * N
+        else:
+            actual = self.distribution(out.trace)
         steps = torch.arange(out.trace.blocks, device=actual.device, dtype=actual.dtype)[:, None]
         log_prior = torch.log_softmax(steps * math.log1p(-self.prior), 0)  # geometric, truncated to L blocks
         return {"prior": halting_kl(actual, log_prior).mean()}
@@ -90,5 +121,7 @@ class PonderNet(Method):
         return {"prior": self.beta_kl}
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
+        if self.per == "token":
+            return tokens * (depth + 1 < self.shape.blocks)
         asked = (tokens > 0) & (depth + 1 < self.shape.blocks)
         return asked.to(tokens.dtype)  # gamma * f, once per image

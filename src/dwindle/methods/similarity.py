@@ -19,6 +19,7 @@ from .exits import Supervision, depth_weights, read_macs
 FARTHEST = {
     "mse": 16.0,
     "cosine": 2.0,
+    "lpips": 4.0,
 }  # a distance few answers, or none, can have: the cheap end of the operating point
 
 
@@ -33,13 +34,15 @@ class Similarity(Method):
     def __init__(
         self,
         threshold: AtLeast0 = 0.1,
-        kind: Literal["mse", "cosine"] = "mse",
+        kind: Literal["mse", "cosine", "lpips"] = "mse",
         min_depth: int = 2,
         supervision: Supervision = "linear",
     ) -> None:
         """
         threshold: an image stops when the distance of its last two answers is below it; at 0 none stops.
-        kind: distance of the logits, 'mse' (mean squared difference) or 'cosine' (1 - cosine).
+        kind: distance of the logits, 'mse' (mean squared difference) or 'cosine' (1 - cosine); or of the states,
+            'lpips': the squared difference of each token's two states, both of length 1, mean over the image, as LPIPS
+            compares features (without weights learnt from people's judgement).
         min_depth: no image stops before this block; there are two answers to compare from block 2 on.
         supervision: weights of the depths in the task loss, 'linear' (in proportion to the depth) or 'uniform'.
         """
@@ -61,6 +64,11 @@ class Similarity(Method):
         before, tokens.notes["before"] = tokens.notes.get("before"), tokens.x
         if before is None or not self.decides(depth):
             return Verdict(tokens.decide(depth, None))
+        if self.kind == "lpips":
+            square = (F.normalize(wide(tokens.x), dim=-1) - F.normalize(wide(before), dim=-1)).square().sum(-1)
+            distance = tokens.per_image(tokens.image_mean(square[..., None])[:, 0])
+            keep = distance >= self.operating_value(tokens, "threshold")
+            return Verdict(tokens.decide(depth, keep), record={"score": distance})
         # Notes are per row, and a state is smaller than an answer: so the state is kept and read again.
         answer, earlier = tokens.read(), replace(tokens, x=before).read()
         distance = tokens.per_image(self.distance(wide(answer), wide(earlier)))
@@ -80,4 +88,5 @@ class Similarity(Method):
         return depth_weights(trace, self.supervision) if self.training else None
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
-        return 2 * read_macs(self.shape, tokens) if self.decides(depth) else torch.zeros_like(tokens)
+        reads = self.kind != "lpips" and self.decides(depth)
+        return 2 * read_macs(self.shape, tokens) if reads else torch.zeros_like(tokens)

@@ -92,7 +92,8 @@ class Recipe(Training):
     give_back: dict[str, Any] = field(default_factory=dict)  # settings of `core.give_back.GiveBack`; {}: none of it
     layout: Layout = "masked"  # 'packed': only live tokens; for methods whose decisions are hard in training
 
-    teacher: str | None = None  # 'static': the backbone as it was before training; or a checkpoint
+    teacher: str | None = None  # 'static': the backbone as it was before training; a checkpoint; a timm model's name
+    teacher_weights: str | None = None  # of a timm model, a file; None: its pretrained ones
     distill: str = "soft"  # 'soft' or 'hard' answers of the teacher; 'token': hard, on DeiT's distillation token
     teacher_weight: AtLeast0 = 1.0  # of the distillation beside the task loss
     teacher_temperature: Above0 = 1.0

@@ -132,6 +132,8 @@ class Teacher:
 
     def output(self, signals: dict[str, Tensor], x: Tensor) -> Output:
         """As losses take it: attention, the mean over blocks, stands at each of them."""
+        if not hasattr(self.model, "backbone"):  # it has no tokens to tell of
+            return Output(signals["logits"], Trace((len(x), 0), 0, (0, 0), 0), x.new_empty(0))
         shape = self.model.backbone.shape
         size = (x.shape[-2], x.shape[-1])
         trace = Trace((len(x), shape.tokens(size)), shape.prefix, shape.grid(size), shape.blocks)

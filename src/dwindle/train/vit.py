@@ -21,7 +21,9 @@ from ..io.checkpoint import load_as
 from ..io.images import Preprocess
 from ..methods import Method
 from ..methods.static import Static
+from ..tasks.images import is_checkpoint
 from .build import build_head, build_vit, fill_method, own_preprocess, parameter_groups, teacher_classes
+from .foreign import foreign, is_foreign
 from .learner import Learner
 from .schedule import cosine, ramp
 from .teacher import Teacher, fast
@@ -97,6 +99,8 @@ class ViTLearner(Learner):
                     "begins anew and has nothing to teach; train without a teacher first."
                 )
             taught: Any = copy.deepcopy(vit)
+        elif not is_checkpoint(named) and is_foreign(named):
+            return self._foreign(vit, named, names)
         else:
             try:
                 model = load_as(AdaptiveViT, named)
@@ -109,6 +113,17 @@ class ViTLearner(Learner):
         teacher = Teacher(adapt(taught, Static(attention=method.asks_attention)), self.recipe, self.device, names)
         teacher.classes = rows
         return teacher
+
+    def _foreign(self, vit: nn.Module, named: str, names: tuple[str, ...]) -> Teacher:
+        """A timm model that is no checkpoint of ours, such as a CNN: it has no tokens to learn from."""
+        if beyond := [name for name in names if name != "logits"]:
+            raise DwindleError(
+                f"teacher = {named}: of a timm model only answers can be learnt, and {self.recipe.method} on the task "
+                f"'{self.task.name}' asks for its {beyond[0]}; give a checkpoint of a vision transformer."
+            )
+        prepared = Preprocess(**(backbone_of(vit).preprocess | own_preprocess(self.recipe)))
+        model = foreign(named, self.recipe.teacher_weights, prepared, self.task.outputs)
+        return Teacher(model, self.recipe, self.device)
 
     @property
     def _features(self) -> bool:
