@@ -36,6 +36,7 @@ class LMOutput:
     logits: Tensor  # (B, N, V)
     trace: Trace  # who ran which block; `depth` counts the blocks a token ran
     exits: list[Tensor] = field(default_factory=list)  # (B, N, V) read before blocks, by routers that do
+    real: Tensor | None = None  # (B, N) bool: which tokens are no padding, where there is some
 
 
 @dataclass
@@ -88,10 +89,42 @@ class AdaptiveLM(nn.Module):
             )
 
     def forward(
-        self, ids: Tensor, layout: str | None = None, cache: Cache | None = None, keep: Tensor | None = None
+        self,
+        ids: Tensor,
+        layout: str | None = None,
+        cache: Cache | None = None,
+        keep: Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> LMOutput:
         """cache: the tokens before `ids`, to which these are added. keep (L, B, N): who runs, whatever the router says;
-        it is asked all the same, and its p still scales."""
+        it is asked all the same, and its p still scales. attention_mask (B, N): 0 for padding, before or after a
+        sequence; it runs no block, and a sequence is what it is alone."""
+        if attention_mask is not None:
+            if cache is not None or keep is not None:
+                raise DwindleError("attention_mask is for whole sequences; leave out cache and keep.")
+            return self._padded(ids, layout, padding(attention_mask, ids))
+        return self._run(ids, layout, cache, keep)
+
+    def _padded(self, ids: Tensor, layout: str | None, real: Tensor) -> LMOutput:
+        """Padding goes behind its sequence, where no token that counts sees it; what is found goes back."""
+        if self.training and self.method.looks_ahead:
+            name = type(self.method).__name__
+            raise DwindleError(f"{name} chooses among all tokens of a sequence in training; give it no padding.")
+        order = (~real).int().argsort(dim=1, stable=True)  # (B, N)
+        out, back = self._run(ids.gather(1, order), layout, None, None, real.gather(1, order)), order.argsort(1)
+
+        def home(x: Tensor) -> Tensor:
+            where = back.view(*back.shape, *[1] * (x.dim() - 2))
+            return x.gather(1, where.expand(*back.shape, *x.shape[2:]))
+
+        trace = Trace(out.trace.shape, 0, (1, ids.shape[1]), len(out.trace.lives))
+        trace.lives = [Where(trace.shape, home(live)) for live in out.trace.live]
+        trace.values = [{name: home(value) for name, value in row.items()} for row in out.trace.values]
+        return LMOutput(home(out.logits), trace, [home(exit) for exit in out.exits], real)
+
+    def _run(
+        self, ids: Tensor, layout: str | None, cache: Cache | None, keep: Tensor | None, real: Tensor | None = None
+    ) -> LMOutput:
         layout = layout or ("masked" if self.training else "packed")
         if layout not in LAYOUTS:
             raise unknown("layout", layout, LAYOUTS)
@@ -112,6 +145,9 @@ class AdaptiveLM(nn.Module):
             if keep is not None:
                 gate = gate or Gate(torch.ones(shape, device=x.device), everyone, self.method.keys)
                 gate = replace(gate, keep=keep[depth].to(x.device))
+            if real is not None:
+                gate = gate or Gate(torch.ones(shape, device=x.device), everyone, self.method.keys)
+                gate = replace(gate, keep=gate.keep & real)
             at = depth if cache else 0  # for the cache alone: one compiled function serves all blocks
             scale, weight = (None, None) if gate is None else (gate.scale, gate.weight)
             rows = None if gate is None or layout == "masked" else gate.keep.flatten().nonzero()[:, 0]  # (T,)
@@ -174,9 +210,25 @@ class AdaptiveLM(nn.Module):
         return 1 - lm_macs(self.backbone.shape, trace, self.method) / static_lm_macs(self.backbone.shape, trace)
 
 
-def tlops_saved(trace: Trace) -> Tensor:
-    """(B,) share of token-layer operations that were skipped: the paper's TLOps."""
-    return 1 - trace.live.double().mean((0, 2))
+def tlops_saved(trace: Trace, real: Tensor | None = None) -> Tensor:
+    """(B,) share of token-layer operations that were skipped: the paper's TLOps. real: as in `LMOutput`; padding is
+    then no operation that could be saved."""
+    if real is None:
+        return 1 - trace.live.double().mean((0, 2))
+    return 1 - trace.live.double().sum((0, 2)) / (len(trace.lives) * real.sum(1))
+
+
+def padding(mask: Tensor, ids: Tensor) -> Tensor:
+    """(B, N) bool, an attention mask as Hugging Face gives it: True where a token is none of the padding."""
+    if mask.shape != ids.shape:
+        raise DwindleError(f"attention_mask of shape {tuple(mask.shape)}: the tokens have {tuple(ids.shape)}.")
+    real = mask.to(ids.device).bool()
+    begins = F.pad(real, (1, 0))[:, :-1].logical_not() & real
+    if not bool((begins.sum(1) == 1).all()):
+        raise DwindleError(
+            "attention_mask has a sequence without tokens or with padding inside; padding must stand before or after."
+        )
+    return real
 
 
 def _masked(

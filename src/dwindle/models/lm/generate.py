@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core.method import require, wide
 from ...errors import DwindleError
-from .execute import AdaptiveLM, Cache
+from .execute import AdaptiveLM, Cache, padding
 
 
 @dataclass
@@ -29,12 +30,18 @@ def generate(
     top_k: int | None = None,
     seed: int | None = None,
     layout: str = "packed",
+    attention_mask: Tensor | None = None,
     each: Callable[[Tensor], None] | None = None,
 ) -> Generated:
     """`length` tokens after the prompt (B, n). temperature 0: always the likeliest. each: called with every (B,).
 
-    Once the context is full, its older half is forgotten and the rest read again.
+    Once the context is full, its older half is forgotten and the rest read again. attention_mask (B, n): 0 for padding
+    of shorter prompts; those of one length are written together, and new tokens stand behind the widest prompt.
     """
+    if attention_mask is not None:
+        require(each is None, "each", "with attention_mask not all sequences are written at once, so leave it out")
+        how = {"temperature": temperature, "top_k": top_k, "seed": seed, "layout": layout}
+        return _by_length(model, prompt, padding(attention_mask, prompt), length, how)
     require(length >= 1, f"length = {length}", "it must be at least 1")
     require(temperature >= 0, f"temperature = {temperature}", "it must be at least 0")
     require(top_k is None or top_k >= 1, f"top_k = {top_k}", "it must be at least 1")
@@ -66,6 +73,20 @@ def generate(
             out = model(ids[:, -max(context // 2, 1) :], layout, cache)
         lives.append(out.trace.live[..., -1:])
     return Generated(ids, torch.cat(lives, -1))
+
+
+def _by_length(model: AdaptiveLM, prompt: Tensor, real: Tensor, length: int, how: dict[str, Any]) -> Generated:
+    (count, most), lengths = prompt.shape, real.sum(1)
+    new = prompt.new_zeros(count, length)
+    live = torch.zeros(model.backbone.shape.blocks, count, most + length - 1, dtype=torch.bool, device=prompt.device)
+    for n in lengths.unique().tolist():
+        rows = (lengths == n).nonzero()[:, 0]
+        made = generate(model, prompt[rows][real[rows]].view(-1, n), length, **how)
+        new[rows] = made.ids[:, n:]
+        places = real[rows].nonzero()[:, 1].view(-1, n)  # of the prompt's tokens
+        later = torch.arange(most, most + length - 1, device=prompt.device).expand(len(rows), -1)
+        live[:, rows[:, None], torch.cat([places, later], 1)] = made.live
+    return Generated(torch.cat([prompt, new], 1), live)
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:

@@ -1,21 +1,22 @@
-"""Hugging Face's causal language models, asked for the parts of their own blocks: the GPT-2 and Llama families.
+"""Hugging Face's causal language models, asked for the parts of their own blocks: GPT-2, Llama, Mistral, Qwen 2 and 3.
 
 Nothing is hooked or replaced: the model stays as it was, and the loop in execute.py calls its layers.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from ...backbones.hf_config import plain_options, rebuilt
-from ...errors import DwindleError
+from ...errors import DwindleError, listed
 from ...settings import Above0, AtLeast0, Classes, Depth, Share, Size, Whole0, Whole1, Within, Word
 from .model import LMShape, Turns, check_length, rotate
 
-KINDS = ("GPT2LMHeadModel", "LlamaForCausalLM")
+LIKE_LLAMA = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+KINDS = ("GPT2LMHeadModel", *LIKE_LLAMA)
 Context = Annotated[int, Within(1, 1 << 24)]
 
 
@@ -74,6 +75,11 @@ class Plain(TypedDict, total=False):
     attention_bias: bool
     attention_dropout: Share
     mlp_bias: bool
+    # Mistral and Qwen
+    sliding_window: Whole1 | None
+    use_sliding_window: bool
+    max_window_layers: Whole0
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None
 
 
 class GPT2Parts:
@@ -107,6 +113,8 @@ class GPT2Parts:
 
 
 class LlamaParts:
+    """Qwen 3 normalises each head's query and key."""
+
     def __init__(self, block: Any) -> None:
         self.block, self.attn = block, block.self_attn
 
@@ -114,10 +122,15 @@ class LlamaParts:
         return self.block.input_layernorm(x)
 
     def queries(self, h: Tensor, turns: Turns) -> Tensor:
-        return rotate(self._heads(self.attn.q_proj(h)), turns)
+        return rotate(self._normed(self._heads(self.attn.q_proj(h)), "q_norm"), turns)
 
     def keys_values(self, h: Tensor, turns: Turns) -> tuple[Tensor, Tensor]:
-        return rotate(self._heads(self.attn.k_proj(h)), turns), self._heads(self.attn.v_proj(h))
+        k = self._normed(self._heads(self.attn.k_proj(h)), "k_norm")
+        return rotate(k, turns), self._heads(self.attn.v_proj(h))
+
+    def _normed(self, heads: Tensor, name: str) -> Tensor:
+        norm = getattr(self.attn, name, None)
+        return heads if norm is None else norm(heads)
 
     def _heads(self, rows: Tensor) -> Tensor:
         return rows.unflatten(-1, (-1, self.attn.head_dim))
@@ -142,8 +155,7 @@ class HFLanguage:
         self.kind = next((kind for kind in KINDS if any(c.__name__ == kind for c in type(lm).__mro__)), None)
         if self.kind is None:
             raise DwindleError(
-                f"{type(lm).__name__} cannot be adapted; give a CharLM, or of Hugging Face's models "
-                f"{' or '.join(KINDS)}."
+                f"{type(lm).__name__} cannot be adapted; give a CharLM, or of Hugging Face's models {listed(KINDS)}."
             )
         config: Any = self.lm.config
         if self.kind == "GPT2LMHeadModel":
@@ -163,7 +175,7 @@ class HFLanguage:
         return self.kind == "GPT2LMHeadModel"
 
     def embed(self, ids_BN: Tensor, begin: int = 0) -> Tensor:
-        check_length(begin + ids_BN.shape[1], self.lm.config.max_position_embeddings)
+        check_length(begin + ids_BN.shape[1], self._context)
         if not self.gpt2:
             return self.lm.model.embed_tokens(ids_BN)
         tower = self.lm.transformer
@@ -182,6 +194,12 @@ class HFLanguage:
         return self.lm.lm_head((self.lm.transformer.ln_f if self.gpt2 else self.lm.model.norm)(x))
 
     @property
+    def _context(self) -> int:
+        """As far as all tokens see all before them: a window that slides begins to forget beyond its size."""
+        window = getattr(self.lm.config, "sliding_window", None)  # Qwen's is None where it is not used
+        return min(self.lm.config.max_position_embeddings, window or self.lm.config.max_position_embeddings)
+
+    @property
     def shape(self) -> LMShape:
         config, block = self.lm.config, self.blocks[0]
         width, heads = config.hidden_size, config.num_attention_heads
@@ -193,7 +211,7 @@ class HFLanguage:
             width=width,
             heads=heads,
             head_size=head,
-            context=config.max_position_embeddings,
+            context=self._context,
             vocabulary=config.vocab_size,
             row_macs=matrices,
             key_macs=2 * width * key_heads * head,

@@ -66,6 +66,7 @@ class Router(nn.Module):
     # What sets the cost after training, its cheapest and its dearest value.
     operating_point: ClassVar[tuple[str, float, float] | None] = None
     keys: str = "offered"
+    looks_ahead: ClassVar[bool] = False  # whether training decides from a whole sequence at once
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -158,6 +159,7 @@ class MoD(Router):
     paper = "Raposo et al., Mixture-of-Depths, arXiv 2404.02258"
     operating_point = ("tau", 1.0, 0.0)
     keys = "withheld"
+    looks_ahead = True
 
     def __init__(self, capacity: Share = 0.5, every: Whole1 = 2, tau: Share = 0.5) -> None:
         super().__init__()

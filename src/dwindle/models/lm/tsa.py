@@ -61,7 +61,10 @@ class TSA(Router):
         self.asked[training] = torch.compile(_probability)
 
     def losses(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
-        return {"depth": torch.stack([values["p"].mean() for values in out.trace.values[1:]]).mean()}
+        p = torch.stack([values["p"] for values in out.trace.values[1:]])  # (L - 1, B, N)
+        if out.real is not None:
+            return {"depth": (p * out.real).sum() / (len(p) * out.real.sum())}
+        return {"depth": p.mean((1, 2)).mean()}
 
     @property
     def loss_weights(self) -> dict[str, float]:
