@@ -172,8 +172,10 @@ class AdaptiveViT(Face):
         operating_point: Tensor | None = None,
         states: list[Tensor] | None = None,
     ) -> tuple[Tensor, Trace]:
-        """The loop over blocks: every token's state in the end, and what happened. seen: what was embedded of the images.
-        states: a list which is given every token's state after each block, too."""
+        """The loop over blocks: every token's state in the end, and what happened.
+
+        seen: what was embedded of the images. states: a list which is given every token's state after each block, too.
+        """
         shape = self.backbone.shape
         tokens = start(embedded_BND, shape.prefix).changed(
             reader=self.backbone.logits,

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import DwindleError
-from ..io.text import Text, check_long, open_text
+from ..io.checkpoint import find
+from ..io.config import read_config
+from ..io.text import Text, Vocabulary, check_long, open_text
 from .base import Source, Task
 
 
@@ -27,13 +29,19 @@ class Language(Task, name="language"):
         for name, given in (("eval-data", source.eval_data), ("limit", source.limit)):
             if given is not None:
                 raise DwindleError(f"--{name} {given} is for images; leave it out for a text.")
-        text = source.opened or open_text(recipe.data)
+        text = source.opened or open_text(recipe.data, self._known(recipe.weights))
         self.text = text.to(device)  # all of it: a step waits for no copy
         for part in (self.text.train, self.text.val):
             check_long(part, recipe.context, self.text.name)
         self.batch, self.steps, self.steps_per_epoch = recipe.batch, recipe.steps, recipe.eval_every
         self.eval_every = self.save_every = 1
         self.places = self.text.places(recipe.batch, recipe.context, recipe.seed, recipe.steps)
+
+    @staticmethod
+    def _known(weights: str | None) -> Vocabulary | None:
+        """What the checkpoint to begin from says its numbers mean."""
+        said = {} if weights is None else read_config(find(weights)).get("extra", {})
+        return Vocabulary(said["vocabulary"]) if "vocabulary" in said else None
 
     @property
     def outputs(self) -> int:  # type: ignore[override]

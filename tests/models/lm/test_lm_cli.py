@@ -7,7 +7,9 @@ import json
 import pytest
 import torch
 
+import dwindle
 from dwindle.io import text
+from dwindle.models.lm import Static, adapt_lm
 from shared.command import refused, run
 
 TEXT = "To be, or not to be: that is the question.\n"
@@ -127,6 +129,33 @@ def test_calibrate(places, tmp_path):
     refused(run(line.replace("--loss 5", "--loss 100"), **places, out=tmp_path / "x"), "share of the loss")
 
 
+@pytest.mark.parametrize("family", ["charlm", "gpt2"])
+def test_gates_learn_on_a_frozen_model(places, tmp_path, family):
+    """The language model stays to the bit, the gates do not; of a Hugging Face model too."""
+    source = tmp_path / "begin"
+    if family == "charlm":
+        given = dwindle.load(places["run"])
+    else:
+        transformers = pytest.importorskip("transformers", reason="extra `hf` is not installed")
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(vocab_size=65, n_positions=40, n_embd=16, n_layer=3, n_head=2)
+        given = adapt_lm(transformers.GPT2LMHeadModel(config), Static())
+    extra = {"vocabulary": dwindle.load("tsa_shakespeare").extra["vocabulary"], "data": {"train": "shakespeare"}}
+    dwindle.save(given, source, extra=extra)
+    line = (
+        "train tsa_tiny_test --out {out} --device cpu --set weights={source} --set freeze_backbone=true --set steps=4"
+    )
+    result = run(line, out=tmp_path / "out", source=source).json
+    after = dwindle.load(tmp_path / "out")
+    assert result["step"] == 4 and type(after.method).__name__ == "TSA"
+    for (name, one), two in zip(given.lm.state_dict().items(), after.lm.state_dict().values()):
+        assert torch.equal(one, two), name
+    assert after.method.gates[0][1:][1].bias.item() != 2.0
+    assert run("eval {out} --limit 2 --device cpu", out=tmp_path / "out").json["loss"] > 0
+    assert len(run("generate {out} --length 5 --seed 0 --device cpu", out=tmp_path / "out").json["text"]) == 6
+    refused(run(line + " --set context=64", out=tmp_path / "long", source=source), "asks for 64")
+
+
 def test_a_run_sets_its_operating_point(places, tmp_path):
     line = "train tsa_tiny_test --data {own} --out {out} --set allowed=0.05 --set steps=4 --device cpu"
     run(line, **places, out=tmp_path / "run")
@@ -187,6 +216,7 @@ def test_compare(places, tmp_path, monkeypatch):
         ("train tsa_tiny_test --set seed=99999999999 --out {root}/x", "seed = 9999"),
         ("train tsa_tiny_test --set eval_windows=0 --out {root}/x", "eval_windows = 0"),
         ("train tsa_tiny_test --set blocks=1 --out {root}/x", "blocks = 1"),
+        ("train tsa_tiny_test --out {root}/x --set freeze_backbone=true", "weights=RUN"),
         ("compare tsa_tiny_compare --set seed=7 --out {root}/x", "--set seed=7"),
         ("compare tsa_tiny_compare --set method.tau=0.9 --out {root}/x", "--set method.tau=0.9"),
         ("generate aht_deit_tiny_imagenet --prompt x", "is a vision transformer"),

@@ -30,12 +30,13 @@ def evaluate(
     device: str | torch.device = "cpu",
     name: str = "the text",
     amp: bool = False,
+    context: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Over windows of the model's context. `rates` and `means`: share that skips and mean p in every block.
 
-    limit: only so many windows. amp: bf16 autocast, as in training on a GPU. Of several processes each takes its share
-    of the windows, and all get the result for all.
+    context: windows of fewer tokens. limit: only so many windows. amp: bf16 autocast, as in training on a GPU. Of
+    several processes each takes its share of the windows, and all get the result for all.
     """
     place = torch.device(device)
     model = model.eval().to(place)
@@ -43,7 +44,7 @@ def evaluate(
     sums = torch.zeros(3, dtype=torch.float64, device=place)
     skipped, probability = (torch.zeros(blocks, dtype=torch.float64, device=place) for _ in range(2))
     count, begin = 0, time.perf_counter()
-    context = model.backbone.shape.context
+    context = context or model.backbone.shape.context
     for x, y in windows(ids, context, batch, name, limit, ranks.rank(), ranks.world()):
         x, y = x.to(place, non_blocking=True), y.to(place, non_blocking=True)
         with torch.autocast(place.type, torch.bfloat16, enabled=amp):

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from ...core.method import require
 from ...settings import AtLeast0, Batch, Depth, Size, Whole0, Whole1, Within
 from ...tasks.language import Language
 from ...train.learner import Learner
@@ -18,6 +19,7 @@ from ...train.recipe import Training, made
 from ...train.schedule import cosine
 from .evaluate import affordable, evaluate
 from .execute import AdaptiveLM, adapt_lm
+from .load import load_lm
 from .model import CharLM, LMSize
 from .routing import Router
 from .tsa import TSA, softly
@@ -35,6 +37,8 @@ class LMRecipe(Training):
     context: Whole1 = 256
     dropout: Annotated[float, Within(0, 1, under=True)] = 0.2
     method: str = "TSA"
+    weights: str | None = None  # a checkpoint: its language model, which has its own sizes, with a router that is new
+    freeze_backbone: bool = False  # only the router learns
 
     steps: Whole1 = 5000
     batch: Batch = 64
@@ -50,6 +54,11 @@ class LMRecipe(Training):
     # that with nothing skipped; None: as the router was given it.
     allowed: Annotated[float, Within(0, 1, under=True)] | None = None
 
+    def check(self) -> None:
+        super().check()
+        need = self.weights is not None or not self.freeze_backbone
+        require(need, "freeze_backbone = True", "a language model that learns nothing must be given: weights=RUN")
+
     def learner(self) -> type[Learner]:
         return LMLearner
 
@@ -57,7 +66,8 @@ class LMRecipe(Training):
         return self if data is None else dataclasses.replace(self, data=data)
 
     def told(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"data": Path(self.data).name}
+        begun = None if self.weights is None else Path(self.weights).name
+        return dataclasses.asdict(self) | {"data": Path(self.data).name, "weights": begun}
 
     def make_router(self) -> Router:
         trainable = {name: kind for name, kind in Router.registry.items() if name != "Control"}
@@ -79,8 +89,20 @@ class LMLearner(Learner):
 
     def __init__(self, recipe: LMRecipe, task: Language, device: torch.device) -> None:
         super().__init__(recipe, task, device)
-        self.model = adapt_lm(recipe.make_lm(task.outputs), recipe.make_router()).to(device)
+        lm = recipe.make_lm(task.outputs) if recipe.weights is None else self._begun(recipe.weights)
+        self.model = adapt_lm(lm.requires_grad_(not recipe.freeze_backbone), recipe.make_router()).to(device)
         self.recording = device.type == "cuda" and recipe.compile is not False
+
+    def _begun(self, weights: str) -> Any:
+        """The language model of a checkpoint, which must know the text and be as long."""
+        given = load_lm(weights)
+        shape, known = given.backbone.shape, self.task.outputs
+        for fits, name, own in (
+            (shape.vocabulary == known, "vocabulary", f"the text has {known}"),
+            (shape.context >= self.recipe.context, "context", f"the recipe asks for {self.recipe.context}"),
+        ):
+            require(fits, f"weights = {weights}", f"its {name} is {getattr(shape, name)}, and {own}")
+        return given.lm.train()
 
     @property
     def name(self) -> str:
@@ -88,8 +110,8 @@ class LMLearner(Learner):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Matrices decay; norms and biases do not."""
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        others = [p for p in self.model.parameters() if p.dim() <= 1]
+        learns = [p for p in self.model.parameters() if p.requires_grad]
+        matrices, others = [p for p in learns if p.dim() > 1], [p for p in learns if p.dim() <= 1]
         return [{"params": matrices, "weight_decay": self.recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
 
     def worth_compiling(self) -> bool:
@@ -118,7 +140,12 @@ class LMLearner(Learner):
 
     def _asked(self) -> dict[str, Any]:
         recipe, gpu = self.recipe, self.device.type == "cuda"
-        options = {"limit": recipe.eval_windows, "device": self.device, "name": self.task.text.name}
+        options: dict[str, Any] = {
+            "context": recipe.context,
+            "limit": recipe.eval_windows,
+            "device": self.device,
+            "name": self.task.text.name,
+        }
         return options | {"batch": max(recipe.batch, 256 if gpu else 32), "amp": recipe.amp and gpu}
 
     def row(self, seconds: float, steps: int) -> dict[str, float]:
