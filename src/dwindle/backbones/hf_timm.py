@@ -49,6 +49,12 @@ class HuggingFaceTimm(Backbone):
     def attention(self, block: Any) -> nn.Module:
         return self.inner.attention(block)
 
+    def attentions(self, block: Any) -> list[Any]:
+        return self.inner.attentions(block)
+
+    def reads(self, owner: nn.Module, name: str) -> bool:
+        return self.inner.reads(owner, name)
+
     def mlp_in(self, block: Any) -> Any:
         return self.inner.mlp_in(block)
 
