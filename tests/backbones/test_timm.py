@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import timm
 import torch
@@ -16,6 +18,7 @@ from dwindle.core.cost import static_macs
 from dwindle.errors import DwindleError
 from dwindle.methods.topk import TopK
 from shared.tally import SLOW
+from shared.tiny import METHODS, OFF, build, images_for
 
 FILES = ("beit", "cait", "deit", "eva", "naflexvit", "vitamin")
 FILES += tuple(f"vision_transformer{kind}" for kind in ("", "_hybrid", "_relpos", "_sam"))
@@ -79,6 +82,20 @@ def holds(name: str) -> None:
 @pytest.mark.parametrize("name", SOME)
 def test_a_name_of_each_make(name):
     holds(name)
+
+
+@pytest.mark.parametrize("backbone", ["parallel_mlp", "stem", "dinov3", "rope_mixed", "beit", "relative", "naflex"])
+@torch.no_grad()
+def test_it_is_called_as_timm_calls_it(backbone):
+    """timm's own forward computes positions too, and hands them to blocks in whose place the loop runs."""
+    model = build(backbone, OFF["ToMe"]())
+    images, vit = images_for(model), copy.deepcopy(model).unwrap()
+    torch.testing.assert_close(model.forward_features(images), vit.forward_features(images), atol=1e-4, rtol=1e-4)
+    ours, theirs = (one.forward_intermediates(images, indices=[1, 3])[1] for one in (model, vit))
+    for layer, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(layer, expected, atol=1e-3, rtol=1e-3)
+    model = build(backbone, METHODS["ToMe"]())
+    torch.testing.assert_close(model.forward_head(model.forward_features(images)), model(images).logits)
 
 
 @pytest.mark.parametrize("name", SOME)
