@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import timm
 import torch
@@ -16,6 +18,7 @@ from dwindle.core.cost import static_macs
 from dwindle.errors import DwindleError
 from dwindle.methods.topk import TopK
 from shared.tally import SLOW
+from shared.tiny import METHODS, OFF, build, images_for
 
 FILES = ("beit", "cait", "deit", "eva", "naflexvit", "vitamin")
 FILES += tuple(f"vision_transformer{kind}" for kind in ("", "_hybrid", "_relpos", "_sam"))
@@ -47,11 +50,16 @@ def outlined(name: str, **options) -> nn.Module:
         return timm.create_model(name, **options)
 
 
+def fewer(name: str) -> dict[str, int]:
+    """Blocks; Sapiens 2 has a setting for each."""
+    return {} if "sapiens2" in name else {"depth": 2}
+
+
 def small(name: str) -> nn.Module:
     """Two blocks, on an image of a few patches, with weights at which tokens differ."""
-    patch = max(backbone_of(outlined(name, depth=2)).shape.patch)
-    stem = type(getattr(outlined(name, depth=2), "patch_embed", None)).__name__ == "HybridEmbed"
-    vit = timm.create_model(name, depth=2, img_size=max(4 * patch, 128 if stem else 0)).eval()
+    outline = outlined(name, **fewer(name))
+    patch, stem = max(backbone_of(outline).shape.patch), type(getattr(outline, "patch_embed", None)).__name__
+    vit = timm.create_model(name, **fewer(name), img_size=max(4 * patch, 128 if stem == "HybridEmbed" else 0)).eval()
     generator = torch.Generator().manual_seed(0)
     for value in vit.parameters():
         if value.dim() > 1:
@@ -72,13 +80,27 @@ def holds(name: str) -> None:
     assert (packed.trace.depth == 1).any() and torch.equal(packed.trace.depth, masked.trace.depth)
     far = float(expected.abs().max()) * 1e-4
     torch.testing.assert_close(packed.logits, masked.logits, atol=far, rtol=1e-4)
-    whole = model(images, depths=torch.full_like(packed.trace.depth, 2))
+    whole = model(images, depths=torch.full_like(packed.trace.depth, backbone.shape.blocks))
     torch.testing.assert_close(whole.logits, expected, atol=far, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_name_of_each_make(name):
     holds(name)
+
+
+@pytest.mark.parametrize("backbone", ["parallel_mlp", "stem", "dinov3", "rope_mixed", "beit", "relative", "naflex"])
+@torch.no_grad()
+def test_it_is_called_as_timm_calls_it(backbone):
+    """timm's own forward computes positions too, and hands them to blocks in whose place the loop runs."""
+    model = build(backbone, OFF["ToMe"]())
+    images, vit = images_for(model), copy.deepcopy(model).unwrap()
+    torch.testing.assert_close(model.forward_features(images), vit.forward_features(images), atol=1e-4, rtol=1e-4)
+    ours, theirs = (one.forward_intermediates(images, indices=[1, 3])[1] for one in (model, vit))
+    for layer, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(layer, expected, atol=1e-3, rtol=1e-3)
+    model = build(backbone, METHODS["ToMe"]())
+    torch.testing.assert_close(model.forward_head(model.forward_features(images)), model(images).logits)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -147,9 +169,9 @@ def test_at_least_300_names():
 @pytest.mark.skipif(not SLOW, reason="all of timm's names: DWINDLE_SLOW=1")
 @pytest.mark.parametrize("name", names() if SLOW else [])
 def test_each_name(name):
-    vit = outlined(name, depth=2)
-    if vit.embed_dim > 1300:
-        pytest.skip("too wide for this test")
+    vit = outlined(name, **fewer(name))
+    if sum(weight.numel() for weight in vit.parameters()) > 1.2e8:
+        pytest.skip("too large for this test")
     try:
         backbone_of(vit)
     except DwindleError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -58,6 +59,20 @@ def test_when_rows_are_moved_changes_nothing(backbone, method, moves):
         wanted = model(images, layout="packed")
     assert torch.equal(wanted.trace.depth, depth)
     torch.testing.assert_close(logits, wanted.logits, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backbone", ["average_with_class", "dinov3"])
+@torch.no_grad()
+def test_patches_that_all_leave_at_once_keep_their_states(backbone):
+    """There is none to join, and the average reads them all."""
+    model = build(backbone, METHODS["AHT_merge"]())
+    images, shape = images_for(model, 2), model.backbone.shape
+    depths = torch.full((2, shape.tokens()), shape.blocks)
+    depths[0, shape.prefix :] = 2
+    depths[1, -3:] = 2
+    start = partial(Padded.start, prefix_stays=model.method.keeps_prefix)
+    ours, wanted = model.run(images, start, depths), model(images, layout="packed", depths=depths)
+    torch.testing.assert_close(ours.logits, wanted.logits, atol=1e-5, rtol=1e-4)
 
 
 def test_rows_are_moved_where_it_pays(monkeypatch):

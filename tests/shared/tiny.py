@@ -61,6 +61,7 @@ def _stem(embed_dim: int, patch_size: int, **options) -> HybridEmbed:
 
 
 ROTARY = {"use_rot_pos_emb": True, "use_abs_pos_emb": False}
+NAFLEX = {"pos_embed_grid_size": (4, 4), "rope_type": "axial", "class_token": False, "global_pool": "avg"}
 DINOV3 = {
     "rope_type": "dinov3",
     "rope_rotate_half": True,
@@ -95,7 +96,7 @@ BACKBONES: dict[str, Callable[[], nn.Module]] = {
     "rope_mixed": lambda: Eva(**TINY, **ROTARY, rope_type="mixed", attn_type="rope", global_pool="token"),
     "beit": lambda: Beit(**TINY, use_rel_pos_bias=True, init_values=0.5),
     "relative": lambda: VisionTransformerRelPos(**TINY, rel_pos_type="bias", shared_rel_pos=True, class_token=True),
-    "naflex": lambda: NaFlexVit(**TINY, rope_type="axial", class_token=False, global_pool="avg"),
+    "naflex": lambda: NaFlexVit(**TINY, **NAFLEX),
     "hf_vit": lambda: _hf("ViTForImageClassification", "ViTConfig"),
     "hf_deit": lambda: _hf("DeiTForImageClassification", "DeiTConfig"),
     "hf_deit_teacher": lambda: _hf("DeiTForImageClassificationWithTeacher", "DeiTConfig"),

@@ -191,7 +191,7 @@ class TimmModel(Backbone):
             image=self.image,
             channels=self.channels,
             classes=vit.num_classes,
-            block_macs=linear_macs(block) - sum(linear_macs(m) for m in _bias_makers(block)),
+            block_macs=round(sum(_linear_macs(one) for one in vit.blocks) / len(vit.blocks)),  # Sapiens 2 has two kinds
             token_macs=self.stem_macs,
             image_macs=sum(linear_macs(head) for head in heads) + pool_image,
             pool_macs=pool_token,
@@ -314,9 +314,10 @@ def _pair_macs(attention: Any) -> int:
     return 6 * size if type(attention).__name__.startswith("Diff") else 2 * size
 
 
-def _bias_makers(block: nn.Module) -> list[nn.Module]:
-    """What computes a bias of positions: once for all images, from coordinates and not from tokens."""
-    return [module for name, module in block.named_modules() if name.endswith("rel_pos")]
+def _linear_macs(block: nn.Module) -> int:
+    """Of what runs for each token: a bias of positions is computed once for all images, and from coordinates."""
+    makers = [module for name, module in block.named_modules() if name.endswith("rel_pos")]
+    return linear_macs(block) - sum(linear_macs(module) for module in makers)
 
 
 def _pool_macs(pool: Any) -> tuple[int, int]:

@@ -24,6 +24,7 @@ def translations() -> dict[Any, Callable]:
         aten.contiguous.default: _same,
         aten.to.dtype: _cast,
         aten.to.dtype_layout: _cast_and_laid_out,
+        aten.to.device: _cast_and_moved,
         aten.square.default: _square,
         aten.rsub.Scalar: _subtracted_from,
         aten.__and__.Scalar: _and_constant,
@@ -31,6 +32,10 @@ def translations() -> dict[Any, Callable]:
         aten.__or__.Tensor: _or,
         aten.nan_to_num.default: _nan_to_num,
         aten._upsample_bicubic2d_aa.vec: _resampled,
+        aten.meshgrid.default: _grid,
+        aten.meshgrid.indexing: _grid,
+        aten.batch_norm.default: _batch_norm,
+        aten.rms_norm.default: _rms_norm,
     }
 
 
@@ -48,6 +53,11 @@ def _cast(x: Any, dtype: int, non_blocking: bool = False, copy: bool = False, me
 
 def _cast_and_laid_out(x: Any, *, dtype: int | None = None, **_: Any) -> Any:
     return _same(x) if dtype is None else _cast(x, dtype)
+
+
+def _cast_and_moved(x: Any, device: Any, dtype: int, **_: Any) -> Any:
+    """A graph is on one device."""
+    return _cast(x, dtype)
 
 
 def _square(x: Any) -> Any:
@@ -104,6 +114,50 @@ def _nan_to_num(x: Any, nan: float | None = None, posinf: float | None = None, n
     for where, value in zip(found, wanted):
         x = op.Where(where, op.Constant(value_float=value), x)
     return x
+
+
+def _grid(tensors: Sequence[Any], indexing: str = "ij") -> list[Any]:
+    """Of places along each axis those of every point, as rotary positions are made of them."""
+    from onnxscript import opset20 as op
+
+    if indexing != "ij":
+        raise NotImplementedError(f"meshgrid with indexing {indexing}")
+    sizes: Any = op.Concat(*(op.Shape(x) for x in tensors), axis=0)
+    sides = []
+    for axis, x in enumerate(tensors):
+        others: Any = op.Constant(value_ints=[other for other in range(len(tensors)) if other != axis])
+        sides.append(op.Expand(op.Unsqueeze(x, others), sizes))
+    return sides
+
+
+def _batch_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Any:
+    """As it is in eval: with moments that are kept."""
+    from onnxscript import opset20 as op
+
+    if training or weight is None or bias is None or mean is None:
+        raise NotImplementedError("batch norm by the batch's own moments")
+    return op.BatchNormalization(x, weight, bias, mean, var, epsilon=eps)
+
+
+def _rms_norm(x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+    from onnxscript import opset20 as op
+
+    if len(normalized_shape) != 1:
+        raise NotImplementedError("a norm over several axes")
+    last: Any = op.Constant(value_ints=[-1])
+    least: Any = op.Constant(value_float=torch.finfo(torch.float32).eps if eps is None else eps)
+    normed = op.Div(x, op.Sqrt(op.Add(op.ReduceMean(op.Mul(x, x), last), least)))
+    return normed if weight is None else op.Mul(normed, weight)
 
 
 def _resampled(

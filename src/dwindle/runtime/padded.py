@@ -235,7 +235,7 @@ class Padded(Masked):
         return torch.where((total > weight)[..., None], mean.to(x.dtype), x), total
 
     def nearest(self, keep: Tensor) -> Tensor:
-        """As in the masked layout, in fewer operations. Where no patch stays, rows join one that nothing reads."""
+        """As in the masked layout, in fewer operations. Where no patch stays and none is read, rows join any."""
         if not self.prefix_stays:
             return super().nearest(keep)
         assert self.probed.keys is not None
@@ -244,7 +244,8 @@ class Padded(Masked):
         alike = keys @ (keys / length)[:, self.prefix :].transpose(1, 2)
         stays = self.live & keep
         best = torch.where(stays[:, None, self.prefix :], alike, NEVER).argmax(-1) + self.prefix
-        return torch.where(stays, torch.arange(keys.shape[1], device=keys.device), best)
+        alone = stays if self._front_stays else stays | ~stays[:, self.prefix :].any(-1, keepdim=True)
+        return torch.where(alone, torch.arange(keys.shape[1], device=keys.device), best)
 
     @property
     def _front_stays(self) -> bool:
