@@ -11,7 +11,7 @@ import torch
 import dwindle
 from dwindle.runtime.export import Graph, export, open_compiled, open_program, worthwhile_moves
 from dwindle.runtime.export import _write_onnx as write_onnx
-from dwindle.runtime.onnx_graph import check, open_onnx, program
+from dwindle.runtime.onnx_graph import check, onnx_model, open_onnx, opened, program, run, serialized
 from dwindle.runtime.padded import Padded
 from shared.tally import SLOW
 from shared.tiny import BACKBONES, METHODS, build, images_for
@@ -151,6 +151,28 @@ def test_equals_keep_their_order_in_onnx(tmp_path):
     call = open_onnx(tmp_path / "ranked.onnx", threads=1)
     for count in (1, 2, 9):
         assert torch.equal(call(scores(count))[0], Ranked()(scores(count)))
+
+
+def test_norms_and_cosines_in_onnx(tmp_path):
+    """ONNX's exporter knows neither; both have lengths of 0 to divide by."""
+    needs_onnx()
+
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.plain = torch.nn.RMSNorm(8), torch.nn.RMSNorm(8, eps=1e-3, elementwise_affine=False)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return torch.nn.functional.cosine_similarity(x, y + 1, dim=-1), y, self.plain(x)
+
+    module, x = Both(), torch.randn(3, 5, 8)
+    torch.nn.init.normal_(module.norm.weight)
+    x[0, 0] = 0
+    graph = onnx_model(program(module.eval(), x), ["x"], ["cosine", "norm", "plain"])
+    session = opened(serialized(graph))
+    for found, wanted in zip(run(session, {"x": x}), module(x), strict=True):
+        torch.testing.assert_close(found, wanted.detach())
 
 
 def test_what_onnx_has_no_form_of_is_named(tmp_path):

@@ -69,6 +69,15 @@ def test_a_killed_run_of_it_goes_on(ordered, data, tmp_path):
         assert torch.equal(one, other)
 
 
+def test_a_task_with_targets_of_its_own_is_no_task_for_eval(ordered):
+    class Bright(ordered, name="bright"):
+        def targets(self, x, y, draw):
+            return x, x.mean((1, 2, 3))
+
+    with pytest.raises(dwindle.DwindleError, match="The task 'bright' makes targets of its own"):
+        Bright.evaluation_data(None, "photos")
+
+
 def test_an_unknown_task_is_refused(data, tmp_path):
     with pytest.raises(dwindle.DwindleError, match="did you mean 'classify'"):
         Run(changed(tiny_test(), ["task=clasify"]), data, tmp_path / "run", device="cpu")

@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -68,16 +68,18 @@ def onnx_model(recorded: Any, names: Sequence[str], outputs: Sequence[str], fixe
     """
     import onnxscript.optimizer
 
-    made: Any = None
+    made, refused = None, ""
     if _without_writes(recorded):
         whole = copy.deepcopy(recorded.graph)
-        with suppress(torch.onnx.OnnxExporterError):
+        try:
             made = _translated(_taken_as_it_is(recorded), names, outputs)
+        except torch.onnx.OnnxExporterError as error:
+            refused = str(error)
         del recorded.run_decompositions
         if made is None:
             recorded.graph_module.graph = whole
     if made is None:
-        made = _taken_apart(recorded, names, outputs)
+        made = _taken_apart(recorded, names, outputs, refused)
 
     def foldable(node: Any) -> bool | None:
         return False if any(value is not None and value.name in fixed for value in node.inputs) else None
@@ -88,12 +90,12 @@ def onnx_model(recorded: Any, names: Sequence[str], outputs: Sequence[str], fixe
     return made.model
 
 
-def _taken_apart(recorded: Any, names: Sequence[str], outputs: Sequence[str]) -> Any:
-    """By the exporter's own way, which knows all there is to know and takes some ten seconds."""
+def _taken_apart(recorded: Any, names: Sequence[str], outputs: Sequence[str], refused: str = "") -> Any:
+    """By the exporter's own way, which knows more operations and takes some ten seconds. refused: what our way met."""
     try:
         return _translated(recorded, names, outputs)
     except torch.onnx.OnnxExporterError as error:
-        unknown_to_it = re.search(r"OpOverload\(op='([\w.]+)'", str(error))
+        unknown_to_it = re.search(r"OpOverload\(op='([\w.]+)'", f"{error} {refused}")
         raise DwindleError(
             f"ONNX has no {unknown_to_it[1] if unknown_to_it else 'form of this graph'}, which the method uses; "
             "export to torch-export or aoti."

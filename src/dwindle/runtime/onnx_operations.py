@@ -26,6 +26,8 @@ def translations() -> dict[Any, Callable]:
         aten.to.dtype_layout: _cast_and_laid_out,
         aten.to.device: _cast_and_moved,
         aten.square.default: _square,
+        aten.rms_norm.default: _rms_norm,
+        aten.cosine_similarity.default: _cosine_similarity,
         aten.rsub.Scalar: _subtracted_from,
         aten.__and__.Scalar: _and_constant,
         aten.__and__.Tensor: _and,
@@ -64,6 +66,28 @@ def _square(x: Any) -> Any:
     from onnxscript import opset20 as op
 
     return op.Mul(x, x)
+
+
+def _rms_norm(x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+    from onnxscript import opset20 as op
+
+    axes: Any = op.Constant(value_ints=list(range(-len(normalized_shape), 0)))
+    least: Any = op.Constant(value_float=torch.finfo(torch.float32).eps if eps is None else eps)
+    mean: Any = op.ReduceMean(op.Mul(x, x), axes)
+    normed: Any = op.Div(x, op.Sqrt(op.Add(mean, op.CastLike(least, x))))
+    return normed if weight is None else op.Mul(normed, weight)
+
+
+def _cosine_similarity(one: Any, other: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    from onnxscript import opset20 as op
+
+    axis: Any = op.Constant(value_ints=[dim])
+    least: Any = op.Constant(value_float=eps)
+
+    def direction(x: Any) -> Any:
+        return op.Div(x, op.Max(op.ReduceL2(x, axis), op.CastLike(least, x)))
+
+    return op.ReduceSum(op.Mul(direction(one), direction(other)), axis, keepdims=0)
 
 
 def _subtracted_from(x: Any, other: float, alpha: float = 1) -> Any:

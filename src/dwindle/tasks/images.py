@@ -52,7 +52,7 @@ class ImageTask(Task):
     def __init_subclass__(cls, name: str | None = None, **others: Any) -> None:
         super().__init_subclass__(name, **others)
         if "targets" in vars(cls) and "evaluation_data" not in vars(cls):
-            cls.evaluation_data = Task.evaluation_data  # type: ignore[method-assign]
+            cls.evaluation_data = classmethod(Task.evaluation_data.__func__)  # type: ignore[attr-defined,assignment]
 
     def __init__(self, recipe: Any, source: Source, device: torch.device) -> None:
         super().__init__(recipe, source, device)
