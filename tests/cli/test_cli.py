@@ -102,49 +102,60 @@ def test_commands_and_flags_are_frozen():
     wanted: dict[str, list[str]] = {
         "demo": ["--out", "--device"],
         "train": [
-            *("RECIPE", "--data", "--out", "--eval-data", "--set", "--resume", "--limit", "--holdout"),
-            *("--skip-corrupt", "--device"),
+            *("RECIPE", "--data", "--preset", "--model", "--method", "--budget", "--epochs", "--weights", "--out"),
+            *("--eval-data", "--set", "--resume", "--limit", "--holdout", "--skip-corrupt", "--device"),
         ],
         "compare": [
-            *("COMPARISON", "--data", "--out", "--results", "--eval-data"),
-            *("--only", "--set", "--until", "--limit", "--device"),
+            *("COMPARISON", "--data", "--preset", "--source", "--out", "--results", "--eval-data", "--only", "--set"),
+            *("--until", "--limit", "--device"),
         ],
-        "report": ["RUN", "--out", "--data", "--against", "--limit", "--batch", "--device"],
-        "search": ["RECIPE", "--data", "--out", "--trials", "--holdout", "--set", "--limit", "--device"],
+        "search": [
+            *("RECIPE", "--data", "--out", "--preset", "--trials", "--space", "--budget", "--holdout", "--set"),
+            *("--limit", "--device"),
+        ],
+        "fit": [
+            *("MODEL", "--data", "--budget", "--out", "--method", "--learns", "--epochs", "--minutes", "--eval-data"),
+            *("--weights", "--image-size", "--batch", "--set", "--resume", "--limit", "--device"),
+        ],
+        "fidelity": [
+            *("MODEL", "--data", "--patch-cosine", "--class-cosine", "--confidence", "--certainty", "--out"),
+            *("--against", "--weights", "--image-size", "--method", "--budget", "--batch", "--limit", "--workers"),
+            *("--device", "--dtype"),
+        ],
+        "speedup": [
+            *("MODEL", "--data", "--max-drop", "--patch-cosine", "--class-cosine", "--out", "--budgets", "--batch"),
+            *("--limit", "--seconds", "--weights", "--image-size", "--device", "--dtype"),
+        ],
+        "embed": [
+            *("MODEL", "--data", "--out", "--patches", "--weights", "--image-size", "--method", "--budget"),
+            *("--batch", "--workers", "--limit", "--device", "--dtype"),
+        ],
+        "serve": ["CHECKPOINT", "--host", "--port", "--device", "--dtype", "--allow-host"],
+        "methods": [],
         "eval": [
-            *("CHECKPOINT", "--data", "--layout", "--threshold", "--tau", "--tokens", "--depth", "--width", "--exit"),
-            *("--exits", "--policy", "--batch", "--limit", "--workers", "--holdout", "--skip-corrupt", "--device"),
-            "--dtype",
+            *("CHECKPOINT", "--data", "--layout", "--threshold", "--batch", "--limit", "--workers", "--holdout"),
+            *("--skip-corrupt", "--device", "--dtype", "--tau", "--tokens", "--depth", "--width", "--exit"),
+            *("--exits", "--policy"),
         ],
         "bench": [
-            "MODEL",
-            "--batch",
-            "--fraction",
-            "--dtype",
-            "--seconds",
-            "--static",
-            "--data",
-            "--exit",
-            "--exits",
-            "--device",
+            *("MODEL", "--batch", "--fraction", "--dtype", "--seconds", "--static", "--data", "--device"),
+            *("--generate", "--exit", "--exits"),
         ],
-        "view": ["CHECKPOINT", "IMAGES", "--out", "--threshold", "--tau", "--device"],
-        "generate": [
-            *("CHECKPOINT", "--prompt", "--length", "--temperature", "--top-k", "--seed", "--tau", "--device"),
-        ],
-        "methods": [],
-        "grid": [
-            *("CHECKPOINT", "--data", "--out", "--between", "--seconds"),
-            *("--dtype", "--batch", "--limit", "--device"),
-        ],
-        "policies": [
-            *("CHECKPOINT", "--data", "--thresholds", "--prices", "--exits", "--epochs"),
-            *("--out", "--batch", "--limit", "--device"),
-        ],
+        "view": ["CHECKPOINT", "IMAGES", "--out", "--threshold", "--device", "--tau"],
+        "report": ["RUN", "--out", "--data", "--against", "--limit", "--batch", "--device"],
         "export": ["CHECKPOINT", "--to", "--out", "--budget", "--seconds"],
         "quantize": ["CHECKPOINT", "--out", "--data", "--budget", "--limit", "--batch", "--seconds"],
         "predict": ["CHECKPOINT", "--data", "--out", "--batch", "--workers", "--limit", "--device", "--dtype"],
-        "serve": ["CHECKPOINT", "--host", "--port", "--device", "--dtype", "--allow-host"],
+        "routing": ["CHECKPOINT", "--data", "--tau", "--batch", "--limit", "--device"],
+        "calibrate": ["CHECKPOINT", "--out", "--loss", "--data", "--batch", "--limit", "--device"],
+        "generate": ["CHECKPOINT", "--prompt", "--length", "--temperature", "--top-k", "--seed", "--tau", "--device"],
+        "grid": [
+            *("CHECKPOINT", "--data", "--out", "--between", "--seconds", "--dtype", "--batch", "--limit", "--device"),
+        ],
+        "policies": [
+            *("CHECKPOINT", "--data", "--thresholds", "--prices", "--exits", "--epochs", "--out", "--batch"),
+            *("--limit", "--device"),
+        ],
     }
     assert {name: set(params) for name, params in found.items()} == {n: set(params) for n, params in wanted.items()}
     for name, params in wanted.items():

@@ -42,11 +42,16 @@ def attention(block: nn.Module, x: Tensor, size: Tensor | None = None) -> tuple[
 
 
 def compare(model: dwindle.AdaptiveViT, images: Tensor, layout: str, one_image) -> dwindle.Output:
-    """`one_image(image)` gives features (N, D) and depths of every token, by a plain loop."""
+    """`one_image(image)` gives features (N, D) and depths of every token, by a plain loop, and whom each has joined."""
     out = model(images, layout=layout)
     for i, image in enumerate(images):
-        features, depths = one_image(image)
+        features, depths, joined = one_image(image)
         assert out.trace.depth[i].tolist() == depths
+        for token in range(len(features)):
+            last = token
+            while last in joined:
+                last = joined[last]
+            features[token] = features[last]
         torch.testing.assert_close(out.features[i], features)
         torch.testing.assert_close(out.logits[i], model.backbone.readout(features[None])[0])
     return out
@@ -55,10 +60,10 @@ def compare(model: dwindle.AdaptiveViT, images: Tensor, layout: str, one_image) 
 # TopK
 
 
-def evit(model: dwindle.AdaptiveViT, image: Tensor) -> tuple[Tensor, list[int]]:
+def evit(model: dwindle.AdaptiveViT, image: Tensor) -> tuple[Tensor, list[int], dict[int, int]]:
     method, prefix = model.method, model.backbone.shape.prefix
     features = model.backbone.embed(image[None])[0]
-    live, depths = list(range(len(features))), [0] * len(features)
+    live, depths, joined = list(range(len(features))), [0] * len(features), {}
     for layer, block in enumerate(model.vit.blocks, 1):
         x = features[live]
         weights = attention(block, x)[1]
@@ -76,9 +81,10 @@ def evit(model: dwindle.AdaptiveViT, image: Tensor) -> tuple[Tensor, list[int]]:
         if method.fuse and leaving:
             mean = sum(share[t] * features[t] for t in leaving) / sum(share[t] for t in leaving)
             features[leaving[0]] = mean
+            joined |= dict.fromkeys(leaving[1:], leaving[0])
             staying.append(leaving[0])
         live = sorted([*live[:prefix], *staying])
-    return features, depths
+    return features, depths, joined
 
 
 @LAYOUT
@@ -119,11 +125,11 @@ def test_topk_keeps_the_ceiling_and_rounding_adds_nobody(keep, patches, kept):
 # ToMe
 
 
-def bipartite_soft_matching(model: dwindle.AdaptiveViT, image: Tensor) -> tuple[Tensor, list[int]]:
+def bipartite_soft_matching(model: dwindle.AdaptiveViT, image: Tensor) -> tuple[Tensor, list[int], dict[int, int]]:
     prefix, blocks = model.backbone.shape.prefix, model.vit.blocks
     features = model.backbone.embed(image[None])[0]
     live, depths, size = list(range(len(features))), [0] * len(features), torch.ones(len(features)).double()
-    merged_before = 0
+    merged_before, joined = 0, {}
     for layer, block in enumerate(blocks, 1):
         x = features[live]
         update, _, keys = attention(block, x, size[live])
@@ -149,8 +155,9 @@ def bipartite_soft_matching(model: dwindle.AdaptiveViT, image: Tensor) -> tuple[
             total = sum(size[t] for t in group)
             features[target] = sum(size[t] * features[t] for t in group) / total
             size[target] = total
-        live = [t for t in live if t not in {i for _, i, _ in pairs}]
-    return features, depths
+        joined |= {i: j for _, i, j in pairs}
+        live = [t for t in live if t not in joined]
+    return features, depths, joined
 
 
 @LAYOUT
@@ -220,7 +227,7 @@ def predicted(predictor: nn.Module, x: Tensor, patches: list[bool]) -> Tensor:
     return predictor.out(joint).softmax(-1)[:, 1]
 
 
-def sparsified(model: dwindle.AdaptiveViT, image: Tensor) -> tuple[Tensor, list[int]]:
+def sparsified(model: dwindle.AdaptiveViT, image: Tensor) -> tuple[Tensor, list[int], dict[int, int]]:
     method, prefix = model.method, model.backbone.shape.prefix
     features = model.backbone.embed(image[None])[0]
     begun = len(features) - prefix
@@ -239,7 +246,7 @@ def sparsified(model: dwindle.AdaptiveViT, image: Tensor) -> tuple[Tensor, list[
         live = sorted([*live[:prefix], *chosen])
         if not live:
             break
-    return features, depths
+    return features, depths, {}
 
 
 @LAYOUT

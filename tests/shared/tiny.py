@@ -111,7 +111,7 @@ BACKBONES: dict[str, Callable[[], nn.Module]] = {
 
 # Whose blocks have no kernels of ours: they run as their family wrote them.
 WHOLE = ("swiglu", "hf_dinov2_swiglu", "parallel", "parallel_mlp", "differential", "eva02", "dinov3", "rope_mixed")
-WHOLE += ("beit", "relative", "naflex")
+WHOLE += ("beit", "relative", "naflex", "hf_dinov3", "hf_beit")
 
 ONE_GRID = ("beit", "relative")
 

@@ -121,6 +121,9 @@ class HuggingFaceSigLIP(HuggingFaceCLIP):
         states: Tensor = self.norm(stream_BND)
         return states
 
+    def pooled(self, answer: Any) -> Tensor | None:
+        return None if self.pooler is None else getattr(answer, "pooler_output", None)
+
     @property
     def pooler(self) -> Any:
         return getattr(self.tower, "head", None)
@@ -139,8 +142,9 @@ class HuggingFaceSigLIP(HuggingFaceCLIP):
 
     def measure(self) -> Shape:
         shape = super().measure()
-        if self.pooler is None or hasattr(self.vit, "classifier"):
+        if self.pooler is None:
             return shape
+        # Its own code pools also where a classifier reads the mean of the patches.
         # One query: keys, values and its own two products for each patch; its projections and MLP once.
         wide = shape.width * shape.width
         once = 2 * wide + linear_macs(self.pooler.mlp)

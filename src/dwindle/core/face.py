@@ -59,6 +59,10 @@ class FamilyFace:
         """Whether the wrapped model takes what a block gives from a tuple."""
         return False
 
+    def pooled(self, answer: Any) -> Tensor | None:
+        """The embedding that an answer of the wrapped model holds, where it is the one that `readout` would give."""
+        return None
+
     @property
     def task_loss(self) -> Callable[[Tensor, Tensor], Tensor] | None:
         """Of logits and labels, a number per image, where the wrapped model says so; None: the cross-entropy."""
@@ -255,7 +259,8 @@ def answered(model: AdaptiveViT, images: Tensor, start: Start, options: dict[str
     assert call.features is not None and call.read is not None
     vars(answer).update(trace=call.trace, features=call.features)
     if "logits" not in answer:
-        vars(answer)["logits"] = backbone.logits(call.read)
+        pooled = backbone.pooled(answer) if call.read is call.features else None
+        vars(answer)["logits"] = backbone.logits(call.read) if pooled is None else pooled
     elif call.read is not call.features and model.classes:
         answer["logits"] = backbone.logits(call.read)
     return answer

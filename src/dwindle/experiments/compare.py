@@ -164,6 +164,7 @@ class Compare:
     def _make(self, job: Job) -> bool:
         """Make a result, unless another process is at it."""
         mark = self.out / f".{job.folder or job.stem}.made"
+        fresh = not self.out.exists()
         with writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
         held = lock(mark)
@@ -172,9 +173,11 @@ class Compare:
         try:
             if not self._there(job):  # else it was made since
                 write_text(self._path(job), json.dumps(self._made(job), indent=1) + "\n")
-            mark.unlink(missing_ok=True)
         finally:
+            mark.unlink(missing_ok=True)
             unlock(held)
+            if fresh and not any(self.out.iterdir()):  # what fails at once leaves nothing
+                self.out.rmdir()
         return True
 
     def _wait(self, job: Job) -> None:
