@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share two cores, and the models are tiny
 os.environ.setdefault("DWINDLE_CACHE", os.path.join(tempfile.gettempdir(), f"dwindle-test-graphs-{os.getuid()}"))
 
 import pytest
@@ -17,7 +18,7 @@ from shared.kernels import CUDA, import_interpreted
 from shared.tally import many, tally  # noqa: F401  (fixtures)
 
 import_interpreted()  # before anything of ours is imported, so no fixture's imports are above
-torch.set_num_threads(1)  # two test processes share two cores, and the models are tiny
+torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def test_first_law(backbone, method):
     for i in range(3):
         alone = model(images[i : i + 1])
         assert torch.equal(alone.trace.depth[0], together.trace.depth[i])
-        # A convolution rounds by the size of its batch, and where that moves a value over an edge a step of int8 follows.
+        # A convolution rounds by the size of its batch, and where that moves a value over an edge int8 makes a step.
         close = {"atol": 0.05, "rtol": 0.1} if backbone == "stem" else {"atol": 1e-4, "rtol": 1e-3}
         torch.testing.assert_close(alone.logits[0], together.logits[i], **close)
     depths = forced_depths(3, model.backbone.shape, 0.6)
