@@ -1,7 +1,7 @@
 """What can be had of a model without training: fidelity and time of methods at several budgets, and of smaller images.
 
 Times are of answers to one batch, turn about in one process: the static model in the ways this machine knows, the best
-of which counts, and copies of the others as `prepare` makes them. A smaller image is a method like any other.
+of which counts; adaptive copies as `prepare` makes them; for a smaller image the static model built for that size.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from ..core.cost import static_macs
 from ..core.method import constructor, ways
 from ..core.model import AdaptiveViT, adapt
 from ..errors import DwindleError
+from ..io.encoders import resized as sized
 from ..methods.resolution import Resolution
 from ..methods.static import Static
+from ..ops.patches import resized
 from ..ops.timing import milliseconds
 from ..runtime.prepared import quickest
 from ..settings import parameters
@@ -227,6 +229,17 @@ class _Search:
         kind = "smaller image" if isinstance(model.method, Resolution) else "adaptive"
         return Row(name, kind, told["cost"], told, model)
 
+    def _ways(self, row: Row, x: Tensor, variants: Sequence[str]) -> list[Callable[[], Any]]:
+        """The calls of which the fastest is what a user would run, recorded now and not while others are timed."""
+        if row.kind == "smaller image":
+            size = row.model.method.seen_size((x.shape[-2], x.shape[-1]))
+            if size[0] == size[1]:
+                made = static_calls(_at_size(self.static, size), resized(x, size), variants)
+                return [made[name] for name in variants]
+        fast = quickest(row.model, details=not row.model.classes)
+        fast(x)
+        return [partial(fast, x)]
+
     @torch.inference_mode()
     def timed(self, rows: list[Row], batch: int, seconds: float) -> dict[str, float]:
         """Sets milliseconds and speedups; those of the static model by variant."""
@@ -234,27 +247,40 @@ class _Search:
         variants = variants_on(self.place, "fp32" if x.dtype == torch.float32 else str(x.dtype))
         calls = static_calls(self.static, x, variants)
         each: list[Callable[[], Any]] = []
+        ways: list[int] = []  # of each row
         for number, row in enumerate(rows, 1):
-            fast = quickest(row.model, details=not row.model.classes)
-            each.append(partial(fast, x))
-            fast(x)  # recorded now, not while others are timed
+            own = self._ways(row, x, variants)
+            ways.append(len(own))
+            each += own
             self.progress("preparing", number, len(rows))
         spent = milliseconds([*calls.values(), *each], seconds, self.place)
         static = {name: statistics.median(times) for name, times in zip(calls, spent)}
         best = spent[list(calls).index(min(static, key=lambda name: static[name]))]
-        for row, times in zip(rows, spent[len(calls) :]):
+        rest = iter(spent[len(calls) :])
+        for row, count in zip(rows, ways):
+            times = min((next(rest) for _ in range(count)), key=statistics.median)
             row.ms = statistics.median(times)
             row.speedup = statistics.median(s / t for s, t in zip(best, times))  # a slow moment hits both of a round
         return static
 
 
+def _at_size(static: AdaptiveViT, size: tuple[int, int]) -> AdaptiveViT:
+    """The static model for images of this size, as somebody has it who gives it smaller ones."""
+    if static.backbone.any_size:
+        return static
+    with torch.inference_mode(False):
+        vit = copy.deepcopy(static).unwrap()
+        return adapt(sized(vit, size[0]), Static()).eval().requires_grad_(False)
+
+
 def _chosen(rows: list[Row], goal: Goal, static: dict[str, float]) -> tuple[Row | None, str]:
-    """The fastest row that keeps the goal, if that is worth it, and the sentence that says so."""
+    """The fastest adaptive row that keeps the goal, if that is worth it, and the sentence that says so."""
     name = min(static, key=lambda way: static[way])
     against = f"static's best ({name}, {static[name]:.1f} ms)"
     if not rows:
         return None, "No method reaches any of these budgets on this model; give higher ones."
-    best = max((row for row in rows if row.kept), key=lambda row: row.speedup, default=None)
+    kept = sorted((row for row in rows if row.kept), key=lambda row: -row.speedup)
+    best = next((row for row in kept if row.kind == "adaptive"), kept[0] if kept else None)
     if best is None:
         near = min(rows, key=goal.missing)
         return None, (
@@ -262,7 +288,14 @@ def _chosen(rows: list[Row], goal: Goal, static: dict[str, float]) -> tuple[Row 
             f"{near.speedup:.2f}x as fast as {against}; ask for less, or train it with dwindle fit."
         )
     told = f"{best.name} keeps {goal.told} ({_has(best, goal)}) and takes {best.ms:.1f} ms, {best.speedup:.2f}x as fast"
-    if best.speedup < WORTH:
+    small = kept[0]
+    if small.kind == "smaller image" and small.speedup >= WORTH:
+        other = "" if best is small else f", where {told}"
+        return None, (
+            f"A smaller image is better: {small.name} keeps {goal.told} ({_has(small, goal)}) at {small.speedup:.2f}x"
+            f"{other} as {against}; build the model for that size."
+        )
+    if best.speedup < WORTH or best.kind == "smaller image":
         return None, f"Nothing is worth it on this machine: {told} as {against}."
     return best, f"{told} as {against}."
 

@@ -37,7 +37,6 @@ def translations() -> dict[Any, Callable]:
         aten.meshgrid.default: _grid,
         aten.meshgrid.indexing: _grid,
         aten.batch_norm.default: _batch_norm,
-        aten.rms_norm.default: _rms_norm,
     }
 
 
@@ -171,17 +170,6 @@ def _batch_norm(
     if training or weight is None or bias is None or mean is None:
         raise NotImplementedError("batch norm by the batch's own moments")
     return op.BatchNormalization(x, weight, bias, mean, var, epsilon=eps)
-
-
-def _rms_norm(x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
-    from onnxscript import opset20 as op
-
-    if len(normalized_shape) != 1:
-        raise NotImplementedError("a norm over several axes")
-    last: Any = op.Constant(value_ints=[-1])
-    least: Any = op.Constant(value_float=torch.finfo(torch.float32).eps if eps is None else eps)
-    normed = op.Div(x, op.Sqrt(op.Add(op.ReduceMean(op.Mul(x, x), last), least)))
-    return normed if weight is None else op.Mul(normed, weight)
 
 
 def _resampled(
