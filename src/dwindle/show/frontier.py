@@ -30,8 +30,8 @@ def frontier(rows: Sequence[dict[str, Any]], measured: str, title: str) -> Figur
         faces = [colour if row["kept"] else "white" for row in points]
         axis.scatter(xs, ys, marker=MARKERS[number % 6], edgecolors=colour, c=faces, zorder=3, s=40)
         for row, x, y in zip(points, xs, ys):
-            label = row["name"].split()[-1] if row["kind"] == "adaptive" else row["name"]
-            axis.annotate(label, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8, parse_math=False)
+            share = row["name"].split()[-1]
+            axis.annotate(share, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8, parse_math=False)
     axis.axvline(1.0, color="0.6", linestyle=":", linewidth=1)
     axis.set(xlabel="times as fast as the static model at its best", ylabel=AXES[measured])
     axis.grid(axis="x", color="0.9")
