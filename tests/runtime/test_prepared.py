@@ -82,12 +82,12 @@ def _normed_by_two_rules(block):
 
 
 def _scaled(block):
-    block.attention.scaling = 2.0
+    getattr(block.attention, "attention", block.attention).scaling = 2.0  # as versions of transformers name it
 
 
 def _dropout_replaced(block):
     block.attention_dropout = block.drop_path = block.dropout = nn.Tanh()
-    block.mlp.dropout = nn.Tanh()
+    (block.mlp if hasattr(block, "mlp") else block.output).dropout = nn.Tanh()
 
 
 @torch.no_grad()
