@@ -188,7 +188,7 @@ def policies(
         tasks = {"every setting": bar.add_task("every setting", total=held.count)}
         if learns:
             tasks["learned policies"] = bar.add_task("learned policies", total=epochs * training.count)
-        rows, made = rules.judged(
+        rows, made = rules.evaluate_policies(
             model,
             lambda: held(batch),
             lambda epoch: training(batch, epoch),

@@ -21,7 +21,7 @@ from . import figures
 from .grid import between, falls, grid, rows
 from .images import served
 from .model import AdaPerceiver
-from .policies import judged
+from .policies import evaluate_policies
 from .policy_network import save_policy
 from .recipe import AdaRecipe
 from .settings import Setting
@@ -166,7 +166,7 @@ class AdaComparison(Plan):
             if work.tick:
                 work.tick(what, seen[what], total[what])
 
-        table, made = judged(
+        table, made = evaluate_policies(
             model,
             lambda: held(self.batch),
             lambda epoch: training(self.batch, epoch),
