@@ -15,7 +15,7 @@ from PIL import Image
 import dwindle
 from dwindle.core.losses import feature_loss
 from dwindle.models.adaperceiver.blocks import Angles, SelfAttention, rope_angles, rotate
-from dwindle.models.adaperceiver.start import _speeds
+from dwindle.models.adaperceiver.start import _scanning_pairs
 from dwindle.recipes.vision import ada_tiny_test
 from dwindle.train.loop import Run
 from dwindle.train.recipe import changed
@@ -410,7 +410,7 @@ def test_latents_begin_as_patches(data, vit, tmp_path, rope):
 def _places(model):
     """The patch that each latent begins at."""
     side, pairs = model.image // model.patch, model.width // model.heads // 2
-    at = torch.arange(model.tokens[-1])[:, None] * model.rope_theta ** (-torch.tensor(_speeds(model)) / pairs)
+    at = torch.arange(model.tokens[-1])[:, None] * model.rope_theta ** (-torch.tensor(_scanning_pairs(model)) / pairs)
     columns, rows = (((at / (2 * torch.pi) + 0.5 / side) % 1) * side).long().T
     return rows * side + columns
 

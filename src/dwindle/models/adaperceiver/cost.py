@@ -90,10 +90,10 @@ def trace_macs(model: AdaPerceiver, trace: Trace) -> Tensor:
 
 
 def nested_macs(model: AdaPerceiver, tokens: int) -> int:
-    """Table 5's "GFLOPs": without the products of attention, and each layer counted once for each module that holds it.
+    """Table 5's "GFLOPs": without the products of attention, and with each layer counted once per module that holds it.
 
-    The counts that reproduce the paper's numbers (docs/benchmarks/adaperceiver.md): self-attention's q and k twice, its v
-    and projection, the FFN and cross-attention three times, the embedding four times.
+    The counts that reproduce the paper's numbers (docs/benchmarks/adaperceiver.md): self-attention's q and k twice, its
+    v and projection, the FFN and cross-attention three times, the embedding four times.
     """
     d, p = model.width, model.patches()
     block = d * d * (2 + 2 + 3 + 3) + 3 * 2 * d * model.hidden(d)

@@ -69,8 +69,8 @@ def interpolation(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     axis = figure.add_subplot()
     axis.plot([r["gmacs"] for r in rows], [r["top1"] for r in rows], color="0.8", zorder=1)
     for name, (marker, colour) in kinds.items():
-        some = [r for r in rows if kind(r) == name]
-        axis.scatter([r["gmacs"] for r in some], [r["top1"] for r in some], marker=marker, color=colour, label=name)
+        group = [r for r in rows if kind(r) == name]
+        axis.scatter([r["gmacs"] for r in group], [r["top1"] for r in group], marker=marker, color=colour, label=name)
     for row in rows:
         at = row["gmacs"], row["top1"]
         axis.annotate(str(row["tokens"]), at, (0, 7), textcoords="offset points", ha="center", fontsize=8)
@@ -86,9 +86,9 @@ def principal(features: Tensor, grid: tuple[int, int], basis: Tensor | None = No
     x = (features - features.mean(0)).double()
     if basis is None:
         basis = torch.linalg.svd(x, full_matrices=False).Vh[:3].T
-    seen = x @ basis
-    low, high = seen.amin(0), seen.amax(0)
-    return ((seen - low) / (high - low).clamp(min=1e-9)).view(*grid, 3).cpu().numpy(), basis
+    projected = x @ basis
+    low, high = projected.amin(0), projected.amax(0)
+    return ((projected - low) / (high - low).clamp(min=1e-9)).view(*grid, 3).cpu().numpy(), basis
 
 
 def certainty(model: AdaPerceiver, picture: Any, sure: Tensor, path: Path, title: str) -> Path:
@@ -152,8 +152,10 @@ def maps(
 
 @torch.no_grad()
 def components(model: AdaPerceiver, image: Tensor, path: Path) -> Path:
-    """Fig. 15-17: principal components of a dense network's output tokens for one image (1, 3, H, W), over width,
-    tokens and depth. All settings are projected to the components of the largest, so that equal colours mean equal features.
+    """Fig. 15-17: principal components of a dense network's output tokens for one image (1, 3, H, W), over
+    width, tokens and depth.
+
+    All settings are projected to the components of the largest, so that equal colours mean equal features.
     """
     if model.outputs != "dense":
         raise DwindleError("Principal components are of patch features; give a dense network (outputs='dense').")

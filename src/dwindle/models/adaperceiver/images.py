@@ -12,9 +12,9 @@ from ...io.resident import Resident
 
 
 def served(model: Any, images: Images, device: str, resident: Resident | None = None) -> Any:
-    """A function (batch size, epoch) to batches of the images on the device: augmented and shuffled by epoch, or as
-    they are and in order for None. resident: the same images, if already decoded. The function's `count` is the number of
-    images, its `about` describes them.
+    """A function (batch size, epoch) to batches of the images on the device: augmented and shuffled by epoch, or
+    unchanged and in order for None. resident: the same images, if already decoded. The function's `count` is the number
+    of images, its `about` describes them.
     """
     preprocess = preprocess_of(model)
     if resident is None and len(images) <= 100_000:

@@ -21,6 +21,7 @@ from .model import AdaPerceiver
 from .policy_network import PolicyNetwork, choices, setting_choices, token_choices, train_policies
 from .settings import Exits
 
+COLUMNS = ["policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"]  # of Table 6 as it is printed
 CALIBRATION_IMAGES = 4096  # training images that decide how few blocks each number of tokens needs
 
 
