@@ -18,8 +18,9 @@ def served(model: Any, images: Images, device: str, resident: Resident | None = 
     """
     preprocess = preprocess_of(model)
     if resident is None and len(images) <= 100_000:
-        options = {"crop_pct": preprocess.crop_pct, "interpolation": preprocess.interpolation}
-        resident = Resident(images, preprocess.size, device, **options)
+        resident = Resident(
+            images, preprocess.size, device, crop_pct=preprocess.crop_pct, interpolation=preprocess.interpolation
+        )
 
     def serve(batch: int, epoch: int | None = None) -> Any:
         train = epoch is not None

@@ -51,7 +51,7 @@ class Leaving:
         with torch.inference_mode(False), torch.no_grad():
             self.images = images.clone()
             self.at = torch.arange(count, device=place)
-            self.who = [self.at.clone() for _ in range(2)]  # the image of each row
+            self.rows = [self.at.clone() for _ in range(2)]  # the image in each row
             self.staying = [torch.full((), count, device=place) for _ in range(2)]
             self.left = torch.zeros(count, dtype=torch.long, device=place)  # the depth at which each image left
             self.sure = torch.ones((), device=place)
@@ -82,30 +82,30 @@ class Leaving:
         """The work before the first block: fills the first buffers with all images."""
         with self.autocast():
             self.z[0].copy_(self._latents())
-        self.who[0].copy_(self.at)
+        self.rows[0].copy_(self.at)
         self.staying[0].fill_(len(self.at))
 
     def _stretch(self, at: int, size: int) -> None:
         """The stretch `at` for `size` rows: blocks, read-out, and the rows that stay moved to the other buffers."""
-        here, there, model = at % 2, (at + 1) % 2, self.keeper.model
+        source, target, model = at % 2, (at + 1) % 2, self.keeper.model
         done, depth = self.stretches[at]
         with self.autocast():
-            z = self.z[here][:size]
+            z = self.z[source][:size]
             for block in model.blocks[done:depth]:
                 z = block(z, self.angles, self.attend, model.hidden(self.setting[2]))
             answer, feature = self._read_out(depth, z)
-        leaves = present = self.at[:size] < self.staying[here]
+        leaves = present = self.at[:size] < self.staying[source]
         if depth < self.setting[1]:
             leaves = present & (answer.float().softmax(-1).amax(-1) >= self.sure)
-        who = self.who[here][:size]
-        for kept, new in ((self.logits, answer), (self.features, feature), (self.left, torch.full_like(who, depth))):
+        rows = self.rows[source][:size]
+        for kept, new in ((self.logits, answer), (self.features, feature), (self.left, torch.full_like(rows, depth))):
             chosen = leaves.view(-1, *[1] * (kept.dim() - 1))
-            kept.index_copy_(0, who, torch.where(chosen, new.to(kept.dtype), kept.index_select(0, who)))
+            kept.index_copy_(0, rows, torch.where(chosen, new.to(kept.dtype), kept.index_select(0, rows)))
         stays = present & ~leaves
         order = (~stays).int().argsort(stable=True)
-        self.z[there][:size].copy_(z.index_select(0, order))
-        self.who[there][:size].copy_(who.index_select(0, order))
-        self.staying[there].copy_(stays.sum())
+        self.z[target][:size].copy_(z.index_select(0, order))
+        self.rows[target][:size].copy_(rows.index_select(0, order))
+        self.staying[target].copy_(stays.sum())
 
     def __call__(self, images: Tensor, exit: float) -> Output:
         tokens, _, width = self.setting
