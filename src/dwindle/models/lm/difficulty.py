@@ -23,19 +23,19 @@ KINDS = ("newline", "space", "lower case", "upper case", "digit", "punctuation",
 
 @contextmanager
 def unskipped(model: AdaptiveLM) -> Iterator[None]:
-    """Within, the operating point is at its dearest value: with TSA (tau = 0) every update is computed and scaled."""
+    """Within, the operating point is at its costliest value: with TSA (tau = 0) every update is computed and scaled."""
     if model.method.operating_point is None:
         raise DwindleError(
             f"{type(model.method).__name__} has no operating point, so it does not choose who runs a block; give a "
             "checkpoint of a router that does, such as TSA."
         )
-    name, _, dear = model.method.operating_point
-    held = getattr(model.method, name)
-    setattr(model.method, name, dear)
+    name, _, costliest = model.method.operating_point
+    previous = getattr(model.method, name)
+    setattr(model.method, name, costliest)
     try:
         yield
     finally:
-        setattr(model.method, name, held)
+        setattr(model.method, name, previous)
 
 
 @torch.inference_mode()

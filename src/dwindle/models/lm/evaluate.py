@@ -79,13 +79,13 @@ def evaluate(
 
 def calibrate(model: AdaptiveLM, ids: Tensor, saved: float, steps: int = 12, **options: Any) -> float:
     """Set the operating point so that this share of token-layer operations is skipped; returns the share reached."""
-    name, cheap, dear = _operating_point(model)
+    name, cheapest, costliest = _operating_point(model)
 
     def cost(value: float) -> float:
         setattr(model.method, name, value)
         return 1 - evaluate(model, ids, **options)["tlops_saved"]
 
-    ends = bisected(cost, 1 - saved, cheap, dear, steps=steps)
+    ends = bisected(cost, 1 - saved, cheapest, costliest, steps=steps)
     best = min(ends, key=lambda value: abs(cost(value) - (1 - saved)))
     return 1 - cost(best)
 
@@ -95,14 +95,14 @@ def affordable(model: AdaptiveLM, ids: Tensor, allowed: float, steps: int = 8, *
     returns the operating point, both losses and the cost saved. Bisection finds it to 1 / 2^steps of its range.
     """
     require(0 <= allowed < 1, f"allowed = {allowed}", "it is a share of the loss, such as 0.005, from 0 to below 1")
-    name, cheap, dear = _operating_point(model)
+    name, cheapest, costliest = _operating_point(model)
 
     def measured(value: float) -> dict[str, Any]:
         setattr(model.method, name, value)
         return evaluate(model, ids, **options)
 
-    full = measured(dear)
-    fits, fails, found = dear, cheap, full
+    full = measured(costliest)
+    fits, fails, found = costliest, cheapest, full
     for _ in range(steps):
         middle = (fits + fails) / 2
         tried = measured(middle)
@@ -115,7 +115,7 @@ def affordable(model: AdaptiveLM, ids: Tensor, allowed: float, steps: int = 8, *
 
 
 def _operating_point(model: AdaptiveLM) -> tuple[str, float, float]:
-    """The router's setting, its cheapest and its dearest value."""
+    """The router's setting, its cheapest and its costliest value."""
     if model.method.operating_point is None:
         raise DwindleError(f"{type(model.method).__name__} has nothing to turn after training; train it to save more.")
     return model.method.operating_point

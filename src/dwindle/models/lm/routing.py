@@ -65,7 +65,7 @@ class Router(nn.Module):
 
     registry: ClassVar[dict[str, type[Router]]] = {}
     paper: ClassVar[str] = ""
-    # The setting that moves the cost after training: (name, cheapest value, dearest value).
+    # The setting that moves the cost after training: (name, cheapest value, costliest value).
     operating_point: ClassVar[tuple[str, float, float] | None] = None
     keys: str = "offered"
     looks_ahead: ClassVar[bool] = False  # whether decisions in training depend on later tokens
