@@ -91,7 +91,7 @@ def test_everything_is_made_once(places, monkeypatch):
     assert (network.tokens, network.depth, network.hidden(32)) == ((4,), 2, 41) and small["epochs"] == 1
 
     monkeypatch.setattr("dwindle.experiments.compare.Run", None)  # what is there is not made again
-    monkeypatch.setattr("dwindle.models.adaperceiver.compare.judged", None)
+    monkeypatch.setattr("dwindle.models.adaperceiver.compare.evaluate_policies", None)
     assert run(LINE, **places).json == done.json
     refused(run(LINE + " --set epochs=4", **places), "was made with epochs=3 (now 4)")
     del adaptive["conditions"]["mask_steps"]  # as if made before there was such a setting

@@ -14,8 +14,8 @@ from PIL import Image
 
 import dwindle
 from dwindle.core.losses import feature_loss
-from dwindle.models.adaperceiver.blocks import SelfAttention, Turn, turned, turns
-from dwindle.models.adaperceiver.start import _speeds
+from dwindle.models.adaperceiver.blocks import Angles, SelfAttention, rope_angles, rotate
+from dwindle.models.adaperceiver.start import _scanning_pairs
 from dwindle.recipes.vision import ada_tiny_test
 from dwindle.train.loop import Run
 from dwindle.train.recipe import changed
@@ -85,7 +85,7 @@ def test_bf16_on_a_cpu_teaches_what_float32_does(data, teacher, tmp_path, mask):
     for work, seen in ((exact, x), (rough, x_half)):
         work.model.train()
         work.learner.epoch = 1
-        inputs = {"x": seen, "y": y, "taught": said} | work.learner.drawn(len(seen), 0)
+        inputs = {"x": seen, "y": y, "teacher_answers": said} | work.learner.drawn(len(seen), 0)
         work.learn.bare.names = tuple(inputs)
         work.learn.backward(*inputs.values())
         gradients.append({name: p.grad for name, p in work.model.named_parameters() if p.grad is not None})
@@ -116,7 +116,7 @@ def test_steps_of_an_open_mask_are_drawn(data, tmp_path):
     drawn = torch.tensor([True, False, True])
     said = work.model.answers(x, drawn=drawn)
     losses = work.learner.loss(said.tokens, y, None)
-    torch.testing.assert_close(work.learner.weighed(said, y, drawn=drawn)["total"], losses[[0, 2]].mean())
+    torch.testing.assert_close(work.learner.loss_terms(said, y, drawn=drawn)["total"], losses[[0, 2]].mean())
 
 
 def test_learns_with_an_open_mask(data, tmp_path):
@@ -130,7 +130,7 @@ def test_the_largest_setting_once_more(data, tmp_path):
     x, y = next(iter(work.task.batches(train=False)))
     said = work.model.answers(x)
     losses = work.learner.loss(said.tokens, y, None)
-    torch.testing.assert_close(work.learner.weighed(said, y)["total"], losses.mean() + 0.5 * losses[-1])
+    torch.testing.assert_close(work.learner.loss_terms(said, y)["total"], losses.mean() + 0.5 * losses[-1])
 
 
 def test_full_width_for_a_share(data, tmp_path):
@@ -366,7 +366,7 @@ def test_begins_from_a_vit(data, vit, tmp_path):
     they were."""
     work = run(data, tmp_path / "run", f"weights={vit}", f"teacher={vit}", "method.ffn_ratio=4.0", "epochs=1")
     model, theirs = work.model, dwindle.load(vit).vit
-    still = Turn(torch.ones(3, model.width // model.heads // 2), torch.zeros(3, model.width // model.heads // 2))
+    still = Angles(torch.ones(3, model.width // model.heads // 2), torch.zeros(3, model.width // model.heads // 2))
     for block, other in zip(model.blocks, theirs.blocks):
         x = torch.randn(2, 3, 32)
         ours = block.attn(x, still, F.scaled_dot_product_attention)
@@ -392,8 +392,8 @@ def test_latents_begin_as_patches(data, vit, tmp_path, rope):
     model, x = work.model, work.task.some(8, 8)
     place = _places(model)  # (N,)
     sizes, patches = (model.heads, model.width // model.heads), model.embed(x)
-    turn = turns(len(place), sizes[1], model.rope_theta, x, rope == "pairs")
-    q = turned(model.read.queries(model.latent).expand(-1, len(place), -1), turn)
+    turn = rope_angles(len(place), sizes[1], model.rope_theta, x, rope == "pairs")
+    q = rotate(model.read.queries(model.latent).expand(-1, len(place), -1), turn)
     k = model.read.kv(model.read.norm_source(patches))[..., : model.width].unflatten(-1, sizes).transpose(1, 2)
     sees = (q @ k.mT * sizes[1] ** -0.5).softmax(-1)  # (B, H, N, P)
     assert sees.argmax(-1).eq(place).float().mean() > 0.9 and sees.amax(-1).mean() > 0.6
@@ -410,7 +410,7 @@ def test_latents_begin_as_patches(data, vit, tmp_path, rope):
 def _places(model):
     """The patch that each latent begins at."""
     side, pairs = model.image // model.patch, model.width // model.heads // 2
-    at = torch.arange(model.tokens[-1])[:, None] * model.rope_theta ** (-torch.tensor(_speeds(model)) / pairs)
+    at = torch.arange(model.tokens[-1])[:, None] * model.rope_theta ** (-torch.tensor(_scanning_pairs(model)) / pairs)
     columns, rows = (((at / (2 * torch.pi) + 0.5 / side) % 1) * side).long().T
     return rows * side + columns
 
@@ -430,7 +430,7 @@ def test_rope_turns_what_matters_least(data, vit, tmp_path, rope):
     work = run(data, tmp_path / "run", f"weights={changed}", "method.ffn_ratio=4.0", f"method.rope={rope}")
     model = work.model
     patches = model.embed(work.task.some(32, 32))
-    turn, attend = model._prepare(model.tokens[-1], patches)
+    turn, attend = model._angles_and_attention(model.tokens[-1], patches)
     z = model.read.latents(model.latent, patches, turn)
     for block, theirs in zip(model.blocks, other.vit.blocks):
         x = block.norm1(z)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 import dwindle
-from dwindle.models.adaperceiver.blocks import turned, turns
+from dwindle.models.adaperceiver.blocks import rope_angles, rotate
 from dwindle.models.adaperceiver.model import Answers
 from dwindle.models.adaperceiver.recipe import AdaRecipe
 from dwindle.models.adaperceiver.train import AdaLearner
@@ -217,10 +217,10 @@ def test_rotary_pairs_are_halves_in_another_order():
     """A permutation of a head's channels: scores of queries and keys are the same."""
     x = torch.randn(2, 5, 8, dtype=torch.float64)
     order = torch.arange(8).view(4, 2).T.flatten()  # the first of each pair, then the second
-    halves, pairs = (turns(5, 8, 100.0, x, pairs=named) for named in (False, True))
-    torch.testing.assert_close(turned(x, pairs)[..., order], turned(x[..., order], halves))
-    torch.testing.assert_close(turned(turned(x, pairs), pairs, back=True), x)
-    beyond, at = turns(10, 8, 100.0, x, most=5), torch.arange(10)[:, None] / 2
+    halves, pairs = (rope_angles(5, 8, 100.0, x, pairs=named) for named in (False, True))
+    torch.testing.assert_close(rotate(x, pairs)[..., order], rotate(x[..., order], halves))
+    torch.testing.assert_close(rotate(rotate(x, pairs), pairs, back=True), x)
+    beyond, at = rope_angles(10, 8, 100.0, x, most=5), torch.arange(10)[:, None] / 2
     torch.testing.assert_close(beyond.cos, (at * 100.0 ** (-torch.arange(0, 8, 2).double() / 8)).cos())
 
 
@@ -239,5 +239,5 @@ def test_depth_losses_are_divided(mean, count):
     learner.recipe = AdaRecipe(depth_mean=mean)
     learner.loss = lambda answers, y, taught: answers
     answers = Answers(torch.zeros(3), torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    terms = learner.weighed(answers, torch.zeros(2))
+    terms = learner.loss_terms(answers, torch.zeros(2))
     assert float(terms["depths"]) == pytest.approx((1 + 4 + 9 + 16) / 4 / count)

@@ -10,7 +10,7 @@ import torch
 from dwindle.errors import DwindleError
 from dwindle.models.lm import TSA, CharLM, EarlyExit, LMSize, MoD, Static, adapt_lm
 from dwindle.models.lm.bench import forced_keep
-from dwindle.models.lm.execute import MANY, Cache, tlops_saved
+from dwindle.models.lm.execute import MANY_TOKENS, Cache, tlops_saved
 from dwindle.models.lm.generate import generate
 from dwindle.ops.causal import Queries, attend_causal, attend_causal_ref, attend_queries
 from shared.flops import flop_counter
@@ -33,7 +33,7 @@ def test_masked_is_packed(router, dtype, tolerance):
 @pytest.mark.parametrize("router", ["TSA", "EarlyExit", "Random"])
 @torch.no_grad()
 def test_masked_is_packed_where_only_those_that_run_ask(router, dtype, tolerance):
-    model, ids = build(ROUTERS[router](), dtype), ids_for(MANY // 24 + 1, 24)
+    model, ids = build(ROUTERS[router](), dtype), ids_for(MANY_TOKENS // 24 + 1, 24)
     masked, packed = model(ids, "masked"), model(ids, "packed")
     assert torch.equal(masked.trace.live, packed.trace.live)
     torch.testing.assert_close(masked.logits, packed.logits, atol=tolerance, rtol=10 * tolerance)
@@ -41,7 +41,7 @@ def test_masked_is_packed_where_only_those_that_run_ask(router, dtype, tolerance
 
 
 def test_those_that_run_ask_with_gradients_too():
-    model, ids = build(TSA(tau=0.5), torch.float64).eval(), ids_for(MANY // 23 + 1, 23)
+    model, ids = build(TSA(tau=0.5), torch.float64).eval(), ids_for(MANY_TOKENS // 23 + 1, 23)
     logits = [model(ids, layout).logits for layout in ("masked", "packed")]
     grads = [torch.autograd.grad(x.square().mean(), model.lm.blocks[1].mlp_in.weight)[0] for x in logits]
     torch.testing.assert_close(*logits, atol=1e-12, rtol=1e-11)
@@ -69,7 +69,7 @@ def test_a_sequence_depends_on_itself_and_on_nothing_later(router):
 @torch.no_grad()
 def test_a_cache_gives_the_full_forward(router, layout, worth, monkeypatch):
     """worth: where gathering rows pays; between the two, some blocks gather them and some do not."""
-    monkeypatch.setattr("dwindle.models.lm.execute.WORTH", worth)
+    monkeypatch.setattr("dwindle.models.lm.execute.WORTH_GATHERING", worth)
     model, ids = build(ROUTERS[router](), torch.float64), ids_for()
     whole, cache = model(ids), Cache()
     parts = [model(part, layout, cache) for part in ids.split([5, 1, 1, 4, 1, 1, 4], 1)]
@@ -98,7 +98,7 @@ def test_tau_0_is_soft_and_tau_1_leaves_the_first_block(keys):
     out = model(ids_for())
     assert out.trace.depth.eq(1).all()
     block = model.lm.blocks[0]
-    once = model.lm.readout(block(model.lm.embed(ids_for()), model.lm.turns(17)))
+    once = model.lm.readout(block(model.lm.embed(ids_for()), model.lm.rotary(17)))
     torch.testing.assert_close(out.logits, once, atol=1e-12, rtol=1e-12)
 
 
@@ -107,9 +107,9 @@ def test_the_definition_token_by_token():
     """x + p f(x) where p >= tau, else x; keys of all tokens from the stream as it is."""
     model = build(TSA(tau=0.5, open=0.0), torch.float64)
     ids = ids_for(1)
-    x, turns = model.lm.embed(ids), model.lm.turns(17)
+    x, rotary = model.lm.embed(ids), model.lm.rotary(17)
     for depth, block in enumerate(model.lm.blocks):
-        new = block(x, turns)
+        new = block(x, rotary)
         if depth:
             normed = torch.nn.functional.layer_norm(x, (32,))
             p = model.method.gates[depth - 1](normed)[..., 0].sigmoid()
@@ -124,7 +124,7 @@ def test_the_definition_token_by_token():
 @pytest.mark.parametrize("keys", ["offered", "withheld"])
 @torch.no_grad()
 def test_forced_decisions_and_blocks_nobody_runs(keys, monkeypatch):
-    monkeypatch.setattr("dwindle.models.lm.execute.WORTH", 0)
+    monkeypatch.setattr("dwindle.models.lm.execute.WORTH_GATHERING", 0)
     model, ids = build(TSA(keys=keys)), ids_for()
     keep = forced_keep(4, (3, 17), 0.6)
     assert keep.float().mean().item() == pytest.approx(0.6, abs=0.005) and keep[0].all()
@@ -219,7 +219,7 @@ def test_generation(router, monkeypatch):
     whole = model(made.ids[:, :-1])
     assert torch.equal(whole.logits[:, 4:].argmax(-1), made.ids[:, 5:])
     assert torch.equal(whole.trace.live, made.live)
-    monkeypatch.setattr("dwindle.models.lm.execute.WORTH", 0)
+    monkeypatch.setattr("dwindle.models.lm.execute.WORTH_GATHERING", 0)
     assert torch.equal(generate(model, prompt, 12, temperature=0).ids, made.ids)
     again = [generate(model, prompt, 40, seed=3, top_k=5).ids for _ in range(2)]  # past the context
     assert torch.equal(*again) and again[0].shape == (2, 45)

@@ -7,10 +7,10 @@ import torch
 
 from dwindle.errors import DwindleError
 from dwindle.models.lm import TSA, EarlyExit, MoD, Random, Router
+from dwindle.models.lm.difficulty import unskipped
 from dwindle.models.lm.evaluate import calibrate, evaluate
 from dwindle.models.lm.execute import tlops_saved
 from dwindle.models.lm.routing import Control
-from dwindle.models.lm.tsa import softly
 from shared.routers import ROUTERS, SIZE, build, ids_for
 
 
@@ -72,7 +72,7 @@ def test_controls_keep_the_rates_and_lose_the_choice():
     model = build(TSA(tau=0.5, open=0.0))
     ids = torch.randint(0, 20, (2400,), generator=torch.Generator().manual_seed(0))
     own = evaluate(model, ids)
-    with softly(model.method):
+    with unskipped(model):
         soft = evaluate(model, ids, layout="masked")
     assert soft["tlops_saved"] == 0 and model.method.tau == 0.5
     router = model.method

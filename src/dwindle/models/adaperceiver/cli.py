@@ -54,8 +54,8 @@ from .settings import check
 
 __all__ = ["bench", "evaluate", "grid", "policies", "view"]
 
-LONGEST = 1024  # side of a drawn map
-TIMED = 64  # images, at least, that early exit is timed on: each takes its own time
+LONGEST_SIDE = 1024  # pixels of a drawn map's longer side
+TIMED_IMAGES = 64  # the least number of images that early exit is timed on, as images leave at different depths
 
 
 def evaluate(
@@ -80,8 +80,8 @@ def evaluate(
     """At one setting (the largest by default) or as a learned policy chooses; with images that leave where their
     confidence reaches `exit`."""
     check_loading(batch, limit, holdout)
-    for name, given in (("tokens", tokens), ("depth", depth)):
-        require(policy is None or given is None, f"--{name} {given}", "--policy chooses it, so leave it out")
+    for name, value in (("tokens", tokens), ("depth", depth)):
+        require(policy is None or value is None, f"--{name} {value}", "--policy chooses it, so leave it out")
     setting = {"tokens": tokens, "depth": depth, "width": width}
     model = converted(load_network(checkpoint, dense=True), dtype, device_for(device))
     task = map_task(model, checkpoint) if model.outputs == "dense" else task_of(model, checkpoint)
@@ -90,20 +90,20 @@ def evaluate(
         only_for("networks that classify", policy=policy, exit=exit, exits=exits)
     exit_depths = numbers("--exits", exits, int) if exits else None
 
-    def ask(fast: Any, images: Tensor) -> Output:
+    def answer(fast: Any, images: Tensor) -> Output:
         return fast(images, exit=exit, exits=exit_depths, **setting)
 
     if policy is not None:
         chooser = load_policy(model, policy)
 
-        def ask(fast: Any, images: Tensor) -> Output:
+        def answer(fast: Any, images: Tensor) -> Output:
             patches = fast.embed(images)
             chosen = chooser.to(images.device, images.dtype).choose(patches)
             return fast(images, *chosen, setting["width"], exit, exit_depths, patches)
 
     images = task.evaluation_data(model, data, limit, holdout=holdout)
     images.skip = skip_corrupt
-    result = evaluated(model, images, batch, workers, device, ask=ask, task=task)
+    result = evaluated(model, images, batch, workers, device, ask=answer, task=task)
     if result is None:
         return
     if policy is not None:
@@ -114,7 +114,7 @@ def evaluate(
 
 
 def _tell(checkpoint: str, data: str, result: dict[str, Any], named: dict[str, Any], images: Images) -> None:
-    """named: the settings that were asked for."""
+    """Print the result. named: the settings that the user gave."""
     show_table(f"{checkpoint} on {data} {named or '(largest setting)'}", list(result), [list(result.values())])
     tell_images(images)
     finish(result | named | images.about())
@@ -154,6 +154,7 @@ def bench(
 def _bench_settings(
     model: AdaPerceiver, name: str, batches: Sequence[int], dtype: str, seconds: float, place: str
 ) -> None:
+    """Time the largest setting and smaller ones."""
     tokens, depth, width = model.tokens[-1], model.depth, model.width
     fewer, shallower = max(1, tokens // 2), max(1, depth // 2)
     settings = [(tokens, depth, width), (fewer, depth, width), (tokens, shallower, width)]
@@ -182,20 +183,20 @@ def _bench_exit(
     exit: str,
     exits: str | None,
 ) -> None:
-    """Early exit against the whole network, on the same images for every batch size and confidence."""
+    """Time early exit against the whole network, on the same images for every batch size and confidence."""
     exit_depths = numbers("--exits", exits, int) if exits else None
-    kinds = (None, exit_depths) if exit_depths else (None,)
-    asked = [(tau, some) for tau in numbers("--exit", exit, float) for some in kinds]
-    photos = first(open_data(data, "test"), max(TIMED, *batches), seed=0)
+    depth_sets = (None, exit_depths) if exit_depths else (None,)
+    conditions = [(tau, depths) for tau in numbers("--exit", exit, float) for depths in depth_sets]
+    photos = first(open_data(data, "test"), max(TIMED_IMAGES, *batches), seed=0)
     prepare = preprocess_of(model).eval_transform()
     images = torch.stack([prepare(photos.image(i)) for i in range(len(photos))])
-    for tau, some in asked:
-        check(model, images, tau, some)
-    rows = []
+    for tau, depths in conditions:
+        check(model, images, tau, depths)
+    rows, seconds = [], seconds * (1 + len(conditions))
     with progress_bar() as bar:
         task = bar.add_task("timing", total=len(batches))
         for batch in batches:
-            timed = exit_latencies(model, images, asked, batch, place, DTYPES[dtype], seconds * (1 + len(asked)))
+            timed = exit_latencies(model, images, conditions, batch, place, DTYPES[dtype], seconds)
             rows += [{"batch": batch, **row} for row in timed]
             bar.advance(task)
     columns = ["batch", "exit", "exits", "gmacs", "promised", "ms", "speedup"]
@@ -205,7 +206,7 @@ def _bench_exit(
 
 
 def _shown(value: Any) -> Any:
-    """Of a setting that was not asked for: nothing."""
+    """A cell of a table: '' for None, a list separated by commas."""
     return "" if value is None else ",".join(map(str, value)) if isinstance(value, list) else value
 
 
@@ -229,17 +230,17 @@ def view(
     rows: list[dict[str, Any]] = []
     figures = []
     for path, photo, stem in zip(images, photos, file_stems([path.stem for path in images])):
-        chances = model.every(prepare.eval_transform()(photo)[None].to(place))[:, :, 0].softmax(-1)  # (L, G, classes)
-        confidence, best = chances[-1, -1].max(-1).values.item(), int(chances[-1, -1].argmax(-1))
+        p = model.every(prepare.eval_transform()(photo)[None].to(place))[:, :, 0].softmax(-1)  # (L, G, classes)
+        confidence, best = p[-1, -1].max(-1).values.item(), int(p[-1, -1].argmax(-1))
         label = names[best] if names and best < len(names) else best
-        sure = chances[..., best].cpu()
-        agreeing = int((chances[:, -1].argmax(-1) == best).long().flip(0).cumprod(0).sum())  # of the last blocks
+        sure = p[..., best].cpu()
+        agreeing = int((p[:, -1].argmax(-1) == best).long().flip(0).cumprod(0).sum())  # last blocks that give `best`
         rows.append(
             {
                 "image": path.name,
                 "label": label,
                 "confidence": round(confidence, 4),
-                "depth": model.depth - agreeing + 1,  # from here on it would have said so
+                "depth": model.depth - agreeing + 1,  # from this block on the answer is the final one
                 "gmacs": round(model.static_macs() / 1e9, 3),
             }
         )
@@ -253,16 +254,16 @@ def view(
 def _view_dense(
     model: AdaPerceiver, task: str, photos: Sequence[tuple[Path, Any]], out: Path, place: str, checkpoint: str
 ) -> None:
-    """Each photograph's map, drawn from every trained number of tokens."""
+    """Draw each photograph's maps for at most about four of the trained numbers of tokens."""
     rows: list[dict[str, Any]] = []
     figures = []
     counts, names = model.tokens[:: -(-len(model.tokens) // 4)], model.extra.get("classes")
     counts = (*[t for t in counts if t != model.tokens[-1]], model.tokens[-1])
     for (path, photo), stem in zip(photos, file_stems([path.stem for path, _ in photos])):
         x = squeezed(pixels(photo), model.image, preprocess_of(model))[None].to(place)
-        size = tuple(max(1, round(side * min(1.0, LONGEST / max(photo.size)))) for side in photo.size[::-1])
-        seen = {f"{t} tokens": predict(model, x, task, size, tokens=t)[0].cpu() for t in counts}
-        last = seen[f"{counts[-1]} tokens"]
+        size = tuple(max(1, round(side * min(1.0, LONGEST_SIDE / max(photo.size)))) for side in photo.size[::-1])
+        drawn = {f"{t} tokens": predict(model, x, task, size, tokens=t)[0].cpu() for t in counts}
+        last = drawn[f"{counts[-1]} tokens"]
         row: dict[str, Any] = {"image": path.name}
         if task == "segmentation":
             shares = last.flatten().bincount().double() / last.numel()
@@ -272,6 +273,6 @@ def _view_dense(
             row |= {"nearest_m": round(float(last.min()), 2), "farthest_m": round(float(last.max()), 2)}
         rows.append(row)
         title = f"{task.capitalize()} at the image's resolution, whatever the number of tokens"
-        figures.append(maps(photo, {k: v.numpy() for k, v in seen.items()}, task, names, out / f"{stem}.png", title))
+        figures.append(maps(photo, {k: v.numpy() for k, v in drawn.items()}, task, names, out / f"{stem}.png", title))
     show_table(checkpoint, list(rows[0]), [[str(value) for value in row.values()] for row in rows])
     finish({"images": rows, "figures": [str(figure) for figure in figures]})

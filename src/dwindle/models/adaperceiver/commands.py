@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +41,7 @@ from .settings import check_exits
 
 
 def load_network(checkpoint: str, dense: bool = False) -> AdaPerceiver:
-    """dense: one that answers for each patch will do as well."""
+    """The AdaPerceiver of a checkpoint. dense: take also one that answers for each patch."""
     model = load_as(AdaPerceiver, checkpoint)
     if not (dense or model.outputs == "class"):
         raise DwindleError(f"{checkpoint} is no AdaPerceiver that classifies; train one (dwindle train ada_cifar100).")
@@ -50,7 +49,7 @@ def load_network(checkpoint: str, dense: bool = False) -> AdaPerceiver:
 
 
 def _components(model: Any, checkpoint: str, data: str, out: Path, count: int, place: str) -> None:
-    """Fig. 15-17 of the first images of a data set."""
+    """Draw Fig. 15-17 for the first images of a data set."""
     images = first(open_data(data, "test"), count)
     prepare = preprocess_of(model).eval_transform()
     model.eval().to(place)
@@ -119,6 +118,7 @@ def grid(
 
 
 def _draw_grid(model: AdaPerceiver, result: dict[str, Any], out: Path) -> None:
+    """Write the figures of `dwindle grid`."""
     figures.tradeoffs(result["rows"], out / "tradeoff.png")
     full_width = [row for row in result["latency"] if row["width"] == model.width]
     where = f"batch {result['batch']}, {result['dtype']}, {result['device']}"
@@ -128,6 +128,7 @@ def _draw_grid(model: AdaPerceiver, result: dict[str, Any], out: Path) -> None:
 
 
 def _tell_grid(model: AdaPerceiver, result: dict[str, Any], data: str) -> None:
+    """Print the tables of `dwindle grid`, and how to retrain read-outs that lag."""
     checkpoint, full = result["checkpoint"], [row for row in result["rows"] if row["width"] == model.width]
     columns = ["depth", *[f"t = {t}" for t in model.tokens]]
     lines = [[d, *[f"{r['top1']:.2f}" for r in full if r["depth"] == d]] for d in range(1, model.depth + 1)]
@@ -144,11 +145,6 @@ def _tell_grid(model: AdaPerceiver, result: dict[str, Any], data: str) -> None:
             + plain(f'--set weights={checkpoint} --set freeze_backbone=true --set "reinit_from={reinit_from}"'),
             soft_wrap=True,
         )
-
-
-def show_policies(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    columns = ["policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"]
-    show_table(title, columns, [[row[c] for c in columns] for row in rows])
 
 
 def policies(
@@ -188,7 +184,7 @@ def policies(
         tasks = {"every setting": bar.add_task("every setting", total=held.count)}
         if learns:
             tasks["learned policies"] = bar.add_task("learned policies", total=epochs * training.count)
-        rows, made = rules.judged(
+        rows, made = rules.evaluate_policies(
             model,
             lambda: held(batch),
             lambda epoch: training(batch, epoch),
@@ -200,7 +196,7 @@ def policies(
             progress=lambda what, images: bar.advance(tasks[what], images),
         )
     aside.print(plain(judging.told()), soft_wrap=True)
-    show_policies(f"{checkpoint} on {data}", rows)
+    show_table(f"{checkpoint} on {data}", rules.COLUMNS, [[row[c] for c in rules.COLUMNS] for row in rows])
     if out is not None:
         write_text(out / "policies.json", json.dumps(rows, indent=1) + "\n")
         for one in made:

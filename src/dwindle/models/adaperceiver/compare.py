@@ -1,4 +1,4 @@
-"""One network for every setting against networks trained for one each, and under every policy."""
+"""Comparison of one network for all settings with networks trained for one setting each, and of its policies."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from . import figures
 from .grid import between, falls, grid, rows
 from .images import served
 from .model import AdaPerceiver
-from .policies import judged
+from .policies import COLUMNS as POLICY_COLUMNS
+from .policies import evaluate_policies
 from .policy_network import save_policy
 from .recipe import AdaRecipe
 from .settings import Setting
 
 ADAPTIVE, POLICIES = "adaptive", "policies"
 COLUMNS = ["tokens", "depth", "width", "adaptive", "gmacs", "static", "static_gmacs", "difference"]
-POLICY_COLUMNS = ["policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"]
 
 
 @dataclass(frozen=True)
 class AdaComparison(Plan):
-    base: AdaRecipe  # of the adaptive network; the others have what is left of it for one setting
-    sizes: tuple[Setting, ...]  # each a network of its own; together they are trained for as many epochs as the one
-    between: tuple[int, ...] = ()  # numbers of tokens besides the trained ones that the one network is asked for
+    base: AdaRecipe  # of the adaptive network; `alone` derives the others' from it
+    sizes: tuple[Setting, ...]  # a network is trained for each; together they get as many epochs as the adaptive one
+    between: tuple[int, ...] = ()  # untrained numbers of tokens at which the adaptive network is measured as well
     thresholds: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
     prices: tuple[float, ...] = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
     policy_epochs: int = 1
     seeds: tuple[int, ...] = (0,)
-    batch: int = 256  # of what is measured
+    batch: int = 256  # of the measurements
 
     def names(self) -> list[str]:
         return [ADAPTIVE, *map(static, self.sizes), POLICIES]
@@ -71,15 +71,16 @@ class AdaComparison(Plan):
             yield self._job(work, ADAPTIVE, base, self._every, between=self.between)
             for size in self.sizes:
                 yield self._job(work, static(size), self.alone(base, size), partial(self._one, size=size))
-            asked = {name: getattr(self, name) for name in ("thresholds", "prices", "policy_epochs")}
-            yield self._job(work, POLICIES, base, self._policies, **asked)
+            options = {name: getattr(self, name) for name in ("thresholds", "prices", "policy_epochs")}
+            yield self._job(work, POLICIES, base, self._policies, **options)
 
     def _job(self, work: Compare, name: str, recipe: AdaRecipe, make: Callable[..., Any], **others: Any) -> Job:
-        given = work.conditions(recipe) | others
+        """A result that `make` computes. others: what it depends on besides the recipe."""
+        conditions = work.conditions(recipe) | others
         if work.data is not None:
-            given["eval_data"] = Path(work.eval_data or work.data).name
-        given["weights"] = Path(recipe.weights).name if recipe.weights else None
-        return Job(name, recipe, given, partial(make, work, recipe, work.out / stem(name, recipe.seed)))
+            conditions["eval_data"] = Path(work.eval_data or work.data).name
+        conditions["weights"] = Path(recipe.weights).name if recipe.weights else None
+        return Job(name, recipe, conditions, partial(make, work, recipe, work.out / stem(name, recipe.seed)))
 
     def told(self, row: dict[str, Any]) -> str:
         found = f"{len(row['rows'])} rows" if "rows" in row else f"top-1 {row['top1']:.2f}"
@@ -102,7 +103,7 @@ class AdaComparison(Plan):
         return Report(table, tables, markdown(table), {"figures": [str(path) for path in drawn]})
 
     def alone(self, base: AdaRecipe, size: Setting) -> AdaRecipe:
-        """The recipe for one setting: nothing is drawn, and the FFN has only the neurons of that width."""
+        """The recipe of a network for one setting: nothing is random, and its FFN has only that width's neurons."""
         tokens, depth, width = size
         share = {"tokens": (tokens,), "widths": (self.whole.width,), "depth": depth}
         share["ffn_ratio"] = self.whole.ffn_ratio * width / self.whole.width
@@ -118,12 +119,12 @@ class AdaComparison(Plan):
         )
 
     def _trained(self, work: Compare, recipe: AdaRecipe, folder: Path) -> tuple[AdaPerceiver, dict[str, Any]]:
+        """The trained network, and the epochs and time of its training; None: an earlier call trained it."""
         run, model = work.trained(recipe, folder)
-        # None: it was trained by an earlier call.
         return model, {"epochs": recipe.epochs, "seconds_per_epoch": round(run.seconds_per_epoch, 2) or None}
 
     def _served(self, work: Compare, model: AdaPerceiver) -> tuple[Any, Any]:
-        """Training and evaluation images as `served`."""
+        """Training and evaluation images, as `served` gives them."""
         assert work.data is not None
         train, held = parts_for(model, work.data, work.eval_data or work.data)
         train.skip = held.skip = self.base.skip_corrupt
@@ -135,38 +136,41 @@ class AdaComparison(Plan):
         )
 
     def _every(self, work: Compare, recipe: AdaRecipe, folder: Path) -> dict[str, Any]:
-        model, told = self._trained(work, recipe, folder)
+        """The result of the adaptive network: a row per setting."""
+        model, result = self._trained(work, recipe, folder)
         _, held = self._served(work, model)
         found = grid(model, held(self.batch), device=work.device, amp=recipe.amp)
-        told |= {**held.about, "falls": falls(found), "rows": rows(model, found)}
+        result |= {**held.about, "falls": falls(found), "rows": rows(model, found)}
         if self.between:
-            asked = sorted({*model.tokens, *self.between})
-            told["between"] = between(model, held(self.batch), asked, work.device, recipe.amp)
-        return told
+            counts = sorted({*model.tokens, *self.between})
+            result["between"] = between(model, held(self.batch), counts, work.device, recipe.amp)
+        return result
 
     def _one(self, work: Compare, recipe: AdaRecipe, folder: Path, size: Setting) -> dict[str, Any]:
-        model, told = self._trained(work, recipe, folder)
+        """The result of a network for one setting."""
+        model, result = self._trained(work, recipe, folder)
         _, held = self._served(work, model)
         found = grid(model, held(self.batch), device=work.device, amp=recipe.amp)
         top1, gmacs = round(float(found.top1[-1, -1, -1]), 3), round(model.static_macs() / 1e9, 4)
-        return told | {**held.about, "setting": size, "top1": top1, "gmacs": gmacs}
+        return result | {**held.about, "setting": size, "top1": top1, "gmacs": gmacs}
 
     def _policies(self, work: Compare, recipe: AdaRecipe, out: Path) -> dict[str, Any]:
+        """The result of the policies: Table 6 for the adaptive network."""
         folder = work.out / stem(ADAPTIVE, recipe.seed)
         if not (folder / "config.json").exists():
             raise DwindleError(f"{folder} is missing: policies need the trained network; run '{ADAPTIVE}' first.")
         model = work.loaded(folder)
         _check_finished(model, recipe, folder)
         training, held = self._served(work, model)
-        seen = {"every setting": 0, "learned policies": 0}
+        done = {"every setting": 0, "learned policies": 0}
         total = {"every setting": held.count, "learned policies": self.policy_epochs * training.count}
 
         def progress(what: str, images: int) -> None:
-            seen[what] += images
+            done[what] += images
             if work.tick:
-                work.tick(what, seen[what], total[what])
+                work.tick(what, done[what], total[what])
 
-        table, made = judged(
+        table, policies = evaluate_policies(
             model,
             lambda: held(self.batch),
             lambda epoch: training(self.batch, epoch),
@@ -177,17 +181,19 @@ class AdaComparison(Plan):
             device=work.device,
             progress=progress,
         )
-        for one in made:
-            save_policy(one.policy, out / one.file)
+        for learned in policies:
+            save_policy(learned.policy, out / learned.file)
         return {**held.about, "rows": table}
 
 
 def static(size: Setting) -> str:
+    """The name of the result of a network for one setting."""
     return "static " + "-".join(map(str, size))
 
 
 def _check_finished(model: AdaPerceiver, recipe: AdaRecipe, folder: Path) -> None:
-    """A checkpoint is written amid a training too, and may be of another one."""
+    """Raises unless the folder's checkpoint is at the end of the recipe's training: checkpoints are also written during
+    a training, and may come from another one."""
     ours = {n: value for n, value in recipe.told().items() if n not in INCIDENTAL or n == "weights"}
     theirs, done = model.extra.get("recipe", {}), model.extra.get("results", {}).get("epoch")
     others = differing(defaults(recipe) | theirs, ours)
@@ -197,8 +203,8 @@ def _check_finished(model: AdaPerceiver, recipe: AdaRecipe, folder: Path) -> Non
 
 
 def summarised(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per setting that a network was trained for: it, and the adaptive network there; means over seeds."""
-    one = {
+    """A row per setting that a network was trained for, beside the adaptive network there; means over seeds."""
+    adaptive_rows = {
         (result["seed"], (row["tokens"], row["depth"], row["width"])): row
         for result in results
         if result["name"] == ADAPTIVE
@@ -210,25 +216,27 @@ def summarised(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             groups.setdefault(tuple(result["setting"]), []).append(result)
     made = []
     for size, alone in groups.items():
-        pairs = [(one[r["seed"], size], r) for r in alone if (r["seed"], size) in one]
-        here, there = ([p[0] for p in pairs], [p[1] for p in pairs]) if pairs else ([], alone)  # of seeds both have
+        pairs = [(adaptive_rows[r["seed"], size], r) for r in alone if (r["seed"], size) in adaptive_rows]
+        # Of the seeds that both have; without any, of all seeds of the network for one setting.
+        adaptives, statics = ([p[0] for p in pairs], [p[1] for p in pairs]) if pairs else ([], alone)
         gaps = [adaptive["top1"] - static["top1"] for adaptive, static in pairs]
         made.append(
             {
                 **dict(zip(("tokens", "depth", "width"), size)),
-                "static": round(mean(r["top1"] for r in there), 2),
-                "static_gmacs": there[0]["gmacs"],
-                "adaptive": round(mean(r["top1"] for r in here), 2) if here else None,
-                "gmacs": here[0]["gmacs"] if here else None,
+                "static": round(mean(r["top1"] for r in statics), 2),
+                "static_gmacs": statics[0]["gmacs"],
+                "adaptive": round(mean(r["top1"] for r in adaptives), 2) if adaptives else None,
+                "gmacs": adaptives[0]["gmacs"] if adaptives else None,
                 "difference": round(mean(gaps), 2) if gaps else None,
                 "spread": round(stdev(gaps), 2) if len(gaps) > 1 else None,
-                "seeds": len(there),
+                "seeds": len(statics),
             }
         )
     return made
 
 
 def markdown(table: Sequence[dict[str, Any]]) -> str:
+    """The rows of `summarised` as a table."""
     lines = ["| tokens, depth, width | adaptive | GMACs | static | GMACs | difference | seeds |", "|---" * 7 + "|"]
     for row in table:
         size = f"{row['tokens']}, {row['depth']}, {row['width']}"

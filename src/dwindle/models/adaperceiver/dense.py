@@ -1,4 +1,4 @@
-"""Dense prediction (C.6): an answer for each patch at the image's resolution, from as few latents as asked."""
+"""Dense prediction (C.6): maps at the image's resolution, from any number of latents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .model import AdaPerceiver
 
 
 def map_task(model: AdaPerceiver, source: str) -> type[Task]:
-    """What a dense checkpoint was trained for."""
+    """The task that a dense network was trained for. source: its checkpoint, for errors."""
     if answers_of(model)[1] != "maps":
         raise DwindleError(
             f"{source} gives features of patches, no maps; train it for a task first (dwindle train ada_segment)."
@@ -31,11 +31,12 @@ def predict(
     size: tuple[int, ...] | None = None,
     **setting: Any,
 ) -> Tensor:
-    """(B, H, W) classes or metres, at the images' resolution, or at another `size`, whatever the number of latents."""
+    """(B, H, W) maps of classes or metres, at the images' resolution or at `size` (height, width). setting: as for the
+    network."""
     if task not in PLACES:
         raise unknown("task", task, PLACES)
     if model.outputs != "dense":
         raise DwindleError("This network answers once for an image; maps need a dense network (outputs='dense').")
-    (height, width), wanted = images.shape[-2:], size or images.shape[-2:]
-    seen = maps(model(images, **setting).logits, model.grid((height, width)), (wanted[0], wanted[1]))
-    return seen.argmax(1) if task == "segmentation" else metres(seen[:, 0])
+    (height, width), resolution = images.shape[-2:], size or images.shape[-2:]
+    answers = maps(model(images, **setting).logits, model.grid((height, width)), (resolution[0], resolution[1]))
+    return answers.argmax(1) if task == "segmentation" else metres(answers[:, 0])

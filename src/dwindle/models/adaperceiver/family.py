@@ -1,4 +1,4 @@
-"""What saving, loading, cards and commands need to know of AdaPerceivers."""
+"""The entry of AdaPerceivers in the registry: how they are described, loaded, and put on cards and commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import published
 from .model import PRESETS, AdaPerceiver
 from .prepared import PreparedPerceiver
 
-PRESET = "adaperceiver_"  # and a preset's name: that network, untrained
+PRESET = "adaperceiver_"  # with a preset's name behind it: the name of that network, untrained
 
 
 class AdaPerceivers(Family):
@@ -37,7 +37,7 @@ class AdaPerceivers(Family):
         return published.described(config) if published.is_published(config) else None
 
     def describe(self, model: AdaPerceiver) -> dict[str, Any]:
-        """It is described by its settings alone."""
+        """The network's part of a checkpoint's config: its settings."""
         backbone = {"family": self.backbones[0], "model": AdaPerceiver.__name__, "options": model.config}
         return {"backbone": backbone, "method": {"name": None, "options": {}}}
 
@@ -47,7 +47,7 @@ class AdaPerceivers(Family):
         options, weights = config["backbone"]["options"] or {}, read_both(folder, config)
         if config["backbone"]["model"] == published.NAME:
             weights = published.renamed(weights, folder)
-        elif "readouts" not in options:  # saved when there was one, which had no name
+        elif "readouts" not in options:  # checkpoints without the setting have one read-out, without a prefix
             nameless = ("write.", "output", "head.")
             weights = {f"readouts.0.{n}" if n.startswith(nameless) else n: w for n, w in weights.items()}
         check_fit(planned(lambda: AdaPerceiver(**options), folder), weights, folder)

@@ -1,4 +1,4 @@
-"""Pictures of one network at many settings: trade-offs (Fig. 9), token counts (10), principal components (15-17)."""
+"""Figures of one network at many settings: trade-offs (Fig. 9), token counts (10), principal components (15-17)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def tradeoffs(
 ) -> Path:
     """Fig. 9: top-1 against GMACs, or against latency (by='ms'); a line per number of tokens, a point per depth.
 
-    where: on what machine, in what dtype and batch the latency was measured. static: cost and top-1 of networks that
-    were trained for one setting.
+    where: the batch, dtype and machine of the latency, for the label. static: (cost, top-1) of networks that were
+    trained for one setting.
     """
     figure = canvas(8.5, 5.5, "Tokens, depths and widths of one network")
     axis = figure.add_subplot()
@@ -58,7 +58,7 @@ def tradeoffs(
 
 
 def interpolation(rows: Sequence[dict[str, Any]], path: Path) -> Path:
-    """Fig. 10: token counts that were trained, that lie between those, and that lie beyond them."""
+    """Fig. 10: top-1 against GMACs for token counts that were trained, between those, and beyond them."""
     trained = [r["tokens"] for r in rows if r["trained"]]
     kinds = {"trained": ("o", "C0"), "between": ("s", "C2"), "beyond": ("^", "C1")}
 
@@ -69,8 +69,8 @@ def interpolation(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     axis = figure.add_subplot()
     axis.plot([r["gmacs"] for r in rows], [r["top1"] for r in rows], color="0.8", zorder=1)
     for name, (marker, colour) in kinds.items():
-        some = [r for r in rows if kind(r) == name]
-        axis.scatter([r["gmacs"] for r in some], [r["top1"] for r in some], marker=marker, color=colour, label=name)
+        group = [r for r in rows if kind(r) == name]
+        axis.scatter([r["gmacs"] for r in group], [r["top1"] for r in group], marker=marker, color=colour, label=name)
     for row in rows:
         at = row["gmacs"], row["top1"]
         axis.annotate(str(row["tokens"]), at, (0, 7), textcoords="offset points", ha="center", fontsize=8)
@@ -81,17 +81,18 @@ def interpolation(rows: Sequence[dict[str, Any]], path: Path) -> Path:
 
 
 def principal(features: Tensor, grid: tuple[int, int], basis: Tensor | None = None) -> tuple[np.ndarray, Tensor]:
-    """(rows, columns, 3) in 0..1: patch features (P, D) on their first three components, and those (D, 3)."""
+    """The patch features (P, D) projected to three components, as colours (rows, columns, 3) in [0, 1]; and the
+    components (D, 3). basis: the components; None: the features' first three principal components."""
     x = (features - features.mean(0)).double()
     if basis is None:
         basis = torch.linalg.svd(x, full_matrices=False).Vh[:3].T
-    seen = x @ basis
-    low, high = seen.amin(0), seen.amax(0)
-    return ((seen - low) / (high - low).clamp(min=1e-9)).view(*grid, 3).cpu().numpy(), basis
+    projected = x @ basis
+    low, high = projected.amin(0), projected.amax(0)
+    return ((projected - low) / (high - low).clamp(min=1e-9)).view(*grid, 3).cpu().numpy(), basis
 
 
 def certainty(model: AdaPerceiver, picture: Any, sure: Tensor, path: Path, title: str) -> Path:
-    """An image, and the chance its answer has at each depth and number of tokens: sure (L, G)."""
+    """An image beside the probability of its final answer at each depth and number of tokens, sure (L, G)."""
     figure = canvas(8.5, 4.2, title)
     photo, axis = figure.subplots(1, 2, width_ratios=(1, 1.25))
     photo.imshow(picture)
@@ -105,6 +106,7 @@ def certainty(model: AdaPerceiver, picture: Any, sure: Tensor, path: Path, title
 
 
 def class_name(names: Sequence[str] | None, number: int) -> str:
+    """The name of a class, or its number where it has none."""
     named = names[number] if names and number < len(names) else ""
     return named or f"class {number}"
 
@@ -112,7 +114,7 @@ def class_name(names: Sequence[str] | None, number: int) -> str:
 def maps(
     photo: Any, seen: dict[str, np.ndarray], task: str, names: Sequence[str] | None, path: Path, title: str
 ) -> Path:
-    """A photograph beside maps of it (H, W), classes or metres."""
+    """A photograph beside its maps (H, W), `seen` by title, of classes or of metres."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
@@ -128,7 +130,7 @@ def maps(
             show(axis, values, name, vmin=low, vmax=high, cmap="viridis_r")
         figure.colorbar(axes[-1].images[0], ax=axes[1:], label="metres", shrink=0.8)
         return save_figure(figure, path)
-    # Colours go to the classes that occur, the most frequent first.
+    # Only the classes that occur get colours, the most frequent first.
     classes, counts = np.unique(np.concatenate([m.ravel() for m in seen.values()]), return_counts=True)
     order = classes[np.argsort(-counts, kind="stable")]
     colours = ListedColormap([colormaps["tab20"](i % 20) for i in range(len(order))])
@@ -150,9 +152,10 @@ def maps(
 
 @torch.no_grad()
 def components(model: AdaPerceiver, image: Tensor, path: Path) -> Path:
-    """Fig. 15-17: a dense network's output tokens of one image (1, 3, H, W), over width, tokens and depth.
+    """Fig. 15-17: principal components of a dense network's output tokens for one image (1, 3, H, W), over
+    width, tokens and depth.
 
-    One basis, that of the largest setting, colours them all: a colour that stays means a feature that stays.
+    All settings are projected to the components of the largest, so that equal colours mean equal features.
     """
     if model.outputs != "dense":
         raise DwindleError("Principal components are of patch features; give a dense network (outputs='dense').")

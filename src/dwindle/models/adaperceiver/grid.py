@@ -1,5 +1,7 @@
-"""Every setting on every image: what each (width, depth, tokens) answers, out of one run per width (with an open
-mask one per width and number of tokens).
+"""Measurements of a network at all its settings: accuracy and confidence on every image, and latency.
+
+One run per width gives the answers of all depths and numbers of tokens (with an open mask, one run per width and number
+of tokens).
 
 W widths, L depths, G granularities, n images.
 """
@@ -29,11 +31,14 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 @dataclass
 class Grid:
+    """The result of every setting on every image."""
+
     correct: Tensor  # (W, L, G, n) bool
-    confidence: Tensor  # (W, L, G, n)
+    confidence: Tensor  # (W, L, G, n), the highest probability
 
     @property
     def top1(self) -> Tensor:
+        """(W, L, G) in percent."""
         return 100 * self.correct.double().mean(-1)
 
 
@@ -47,7 +52,7 @@ def grid(
     widths: Sequence[int] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Grid:
-    """amp: bf16 on a GPU, where the network was trained so. widths: only these."""
+    """Runs the network at every setting on (images, labels). amp: in bf16 on a GPU. widths: only these; None: all."""
     place, training = torch.device(device), model.training
     fast = model.eval().to(place).prepare()
     right, sure = [], []
@@ -67,7 +72,7 @@ def grid(
 
 
 def rows(model: AdaPerceiver, found: Grid) -> list[dict[str, Any]]:
-    """One row per setting, for JSON and figures."""
+    """A row per setting, for JSON and figures."""
     top1 = found.top1
     return [
         {
@@ -84,7 +89,7 @@ def rows(model: AdaPerceiver, found: Grid) -> list[dict[str, Any]]:
 
 
 def falls(found: Grid) -> dict[str, float]:
-    """How far top-1 falls at most from a setting to the next larger one, along each axis; 0 where it never does."""
+    """The largest fall of top-1 from a setting to the next larger one along each axis; 0 where it never falls."""
     return {
         name: round(max(0.0, float(-found.top1.diff(dim=axis).min())) if found.top1.shape[axis] > 1 else 0.0, 3)
         for name, axis in (("width", 0), ("depth", 1), ("tokens", 2))
@@ -92,8 +97,8 @@ def falls(found: Grid) -> dict[str, float]:
 
 
 def lagging(found: Grid) -> list[int]:
-    """Depths whose answers are worse than those of the depth before at every width and number of tokens, and on average
-    by more than two standard errors: of a network with a read-out for each depth, one that learned badly.
+    """The depths whose answers are worse than those of the depth before, at every width and number of tokens, and on
+    average by more than two standard errors. With a read-out for each depth, theirs was badly trained.
     """
     worse = (found.top1.diff(dim=1) < 0).all(2).all(0)  # (L - 1,)
     gain = found.correct.double().mean((0, 2)).diff(dim=0)  # (L - 1, n), of each image
@@ -109,7 +114,7 @@ def between(
     device: str | torch.device = "cpu",
     amp: bool = True,
 ) -> list[dict[str, Any]]:
-    """Fig. 10: token counts between and beyond the trained ones, at full depth and width. amp: as for `grid`."""
+    """Fig. 10: a row for each number of tokens, also untrained ones, at full depth and width. amp: as for `grid`."""
     place = torch.device(device)
     fast = model.eval().to(place).prepare()
     right, count = dict.fromkeys(tokens, 0), 0
@@ -135,10 +140,10 @@ def latencies(
     dtype: torch.dtype = torch.float32,
     seconds: float = 4.0,
 ) -> list[dict[str, Any]]:
-    """Milliseconds of (tokens, depth, width) settings, timed turn about; each against the first, round by round."""
+    """A row for each setting (tokens, depth, width): milliseconds, timed in alternation, and speedup over the first."""
     place = torch.device(device)
     ready = copy.deepcopy(model).eval().to(place, dtype)
-    fast = PreparedPerceiver(ready, recordings=max(GRAPHS, len(settings)))  # they come turn about
+    fast = PreparedPerceiver(ready, recordings=max(GRAPHS, len(settings)))  # all are kept, as calls alternate
     images = torch.randn(batch, model.channels, model.image, model.image, device=place, dtype=dtype)
     spent = milliseconds([partial(fast, images, t, d, w) for t, d, w in settings], seconds, place)
     return [
@@ -152,15 +157,16 @@ def latencies(
 def exit_latencies(
     model: AdaPerceiver,
     images: Tensor,
-    asked: Sequence[tuple[float, Exits]],
+    conditions: Sequence[tuple[float, Exits]],
     batch: int,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     seconds: float = 4.0,
 ) -> list[dict[str, Any]]:
-    """Early exit executed on real images, so many at a time: the whole network first, then each (confidence, depths)
-    asked for, timed turn about. `promised` is the speedup that MACs would give, read-outs counted. The first images
-    come again where that fills the last batch.
+    """A row for the whole network, and one for early exit by each of `conditions`, (confidence, depths), on images.
+
+    All are timed in alternation. `promised`: the speedup if time were proportional to MACs, with read-outs. The first
+    images are repeated to fill the last batch.
     """
     place = torch.device(device)
     fast = copy.deepcopy(model).eval().to(place, dtype).prepare()
@@ -170,18 +176,18 @@ def exit_latencies(
     def run(exit: float | None, exit_depths: Exits) -> list[Trace]:
         return [fast(part, exit=exit, exits=exit_depths).trace for part in batches]
 
-    calls = [partial(run, tau, exit_depths) for tau, exit_depths in [(None, None), *asked]]
+    calls = [partial(run, tau, exit_depths) for tau, exit_depths in [(None, None), *conditions]]
     macs = [float(torch.cat([model.macs(trace) for trace in call()]).mean()) for call in calls]
     spent = [[t / len(batches) for t in times] for times in milliseconds(calls, seconds, place)]
     return [
         {"exit": tau, "exits": exit_depths, "gmacs": round(cost / 1e9, 4), "promised": round(macs[0] / cost, 3)}
         | _timed(times, spent[0])
-        for (tau, exit_depths), cost, times in zip([(None, None), *asked], macs, spent)
+        for (tau, exit_depths), cost, times in zip([(None, None), *conditions], macs, spent)
     ]
 
 
 def _timed(times: Sequence[float], first: Sequence[float]) -> dict[str, Any]:
-    """Milliseconds, and how much faster than the first call, round by round."""
+    """Median milliseconds, and the median over rounds of the speedup over the first call."""
     return {
         "ms": round(statistics.median(times), 3),
         "speedup": round(statistics.median(a / b for a, b in zip(first, times)), 3),

@@ -1,4 +1,4 @@
-"""The images an AdaPerceiver is asked about, prepared as it was trained."""
+"""Batches of images for an AdaPerceiver, prepared as in its training."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from ...io.resident import Resident
 
 
 def served(model: Any, images: Images, device: str, resident: Resident | None = None) -> Any:
-    """Images ready on the device: a function (batch, epoch or None) -> batches, in order where there is no epoch.
-    resident: the same images, where they were decoded before.
+    """A function (batch size, epoch) to batches of the images on the device: augmented and shuffled by epoch, or
+    unchanged and in order for None. resident: the same images, if already decoded. The function's `count` is the number
+    of images, its `about` describes them.
     """
-    wanted = preprocess_of(model)
+    preprocess = preprocess_of(model)
     if resident is None and len(images) <= 100_000:
-        resident = Resident(images, wanted.size, device, crop_pct=wanted.crop_pct, interpolation=wanted.interpolation)
+        resident = Resident(
+            images, preprocess.size, device, crop_pct=preprocess.crop_pct, interpolation=preprocess.interpolation
+        )
 
     def serve(batch: int, epoch: int | None = None) -> Any:
         train = epoch is not None
         if resident is not None:
-            return resident.batches(batch, train, 0, epoch or 0, wanted.mean, wanted.std)
-        images.transform = wanted.eval_transform()
-        ready = loader(images, batch, train, workers=2, augment=Augment.of(wanted, min_scale=0.35))
-        ready.set_epoch(epoch or 0)
-        return ready
+            return resident.batches(batch, train, 0, epoch or 0, preprocess.mean, preprocess.std)
+        images.transform = preprocess.eval_transform()
+        batches = loader(images, batch, train, workers=2, augment=Augment.of(preprocess, min_scale=0.35))
+        batches.set_epoch(epoch or 0)
+        return batches
 
     if resident is not None:
         images.corrupt |= resident.corrupt

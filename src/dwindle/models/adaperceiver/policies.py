@@ -1,7 +1,7 @@
 """Which setting for which image (I.1-I.4): fixed, early exit, a learned choice (policy_network.py), and the oracle.
 
-G granularities, L depths, W widths, C choices, n images. Policies are judged on a `Grid`, which holds what every
-setting answers to every image; `AdaPerceiver.forward` with the same settings answers the same.
+G granularities, L depths, W widths, C choices, n images. Policies are evaluated on a `Grid`, which holds the result of
+every setting on every image; `AdaPerceiver.forward` with the same settings gives the same answers.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ from .model import AdaPerceiver
 from .policy_network import PolicyNetwork, choices, setting_choices, token_choices, train_policies
 from .settings import Exits
 
-SOME = 4096  # training images that tell how many blocks a number of tokens can do with
+COLUMNS = ["policy", "top1", "gmacs", "fixed_top1", "best_fixed_top1"]  # of Table 6 as it is printed
+CALIBRATION_IMAGES = 4096  # training images that decide how few blocks each number of tokens needs
 
 
 class Learned(NamedTuple):
-    """A learned policy, and what it chose for each test image (n,)."""
+    """A learned policy and its choices for the test images."""
 
-    kind: str  # 'tokens' or 'settings', what it chooses among
+    kind: str  # what it chooses: 'tokens', or 'settings' (tokens and depth)
     price: float  # lambda of Eq. 14
     policy: PolicyNetwork
-    picked: Tensor
+    picked: Tensor  # (n,) index of the choice for each test image
 
     @property
     def file(self) -> str:
+        """The name of the policy's file."""
         return f"policy_{self.kind}_{self.price}.safetensors"
 
 
 def result(policy: str, correct: Tensor, macs: Tensor, **more: Any) -> dict[str, Any]:
-    """One row of Table 6."""
+    """A row of Table 6, from which images were right (n,) and what they cost (n,)."""
     top1, gmacs = 100 * correct.double().mean(), macs.double().mean() / 1e9
     return {"policy": policy, "top1": round(float(top1), 3), "gmacs": round(float(gmacs), 4), **more}
 
 
 def fixed(model: AdaPerceiver, found: Grid) -> list[dict[str, Any]]:
-    """I.1: the same tokens for all, full depth and width."""
+    """I.1: a row for each number of tokens, the same for all images, at full depth and width."""
     count = found.correct.shape[-1]
     return [
         result(
@@ -59,8 +61,10 @@ def fixed(model: AdaPerceiver, found: Grid) -> list[dict[str, Any]]:
 def exits(
     found: Grid, threshold: float, tokens: Tensor, most: Tensor | None = None, exit_depths: Exits = None
 ) -> Tensor:
-    """(n,) the depth, from 1, at which each image is sure enough; tokens: (n,) index of its granularity; most: (n,) the
-    depth at which it leaves in any case; exit_depths: where it may leave before, None: anywhere.
+    """(n,) the depth, from 1, after which each image leaves: the first at which its confidence reaches the threshold.
+
+    tokens (n,): index of each image's granularity. most (n,): the depth after which it leaves in any case; None: the
+    last. exit_depths: the depths after which images may leave before that; None: all.
     """
     at = torch.arange(len(tokens))
     sure = found.confidence[-1][:, tokens, at] >= threshold  # (L, n)
@@ -79,10 +83,12 @@ def early_exit(
     most: Tensor | None = None,
     exit_depths: Exits = None,
 ) -> tuple[Tensor, Tensor]:
-    """I.2, each image by its own confidence: what was right (n,), and the MACs with a read-out at every exit."""
+    """I.2: which images are right (n,), and their MACs (n,) with a read-out at every exit reached. Arguments: as for
+    `exits`."""
     at, depths = torch.arange(len(tokens)), exits(found, threshold, tokens, most, exit_depths)
     every = range(1, model.depth + 1)
-    reads = {d: 1 + len([at for at in (every if exit_depths is None else set(exit_depths)) if at < d]) for d in every}
+    may_exit = every if exit_depths is None else set(exit_depths)
+    reads = {d: 1 + len([depth for depth in may_exit if depth < d]) for d in every}
     price = torch.tensor(
         [[float(setting_macs(model, t, d, model.width, reads=reads[d])) for d in every] for t in model.tokens],
         dtype=torch.float64,
@@ -91,7 +97,7 @@ def early_exit(
 
 
 def oracle(model: AdaPerceiver, found: Grid) -> dict[str, Any]:
-    """I.4: the cheapest setting that is right; where none is, the cheapest of all."""
+    """I.4's row: for each image the cheapest setting that is right, and where none is, the cheapest of all."""
     prices = torch.tensor(
         [
             [[float(setting_macs(model, t, d, w)) for t in model.tokens] for d in range(1, model.depth + 1)]
@@ -113,7 +119,8 @@ def learned(
     price: float,
     threshold: float | None = None,
 ) -> dict[str, Any]:
-    """I.3's row, the policy network counted; with a threshold, early exit on top."""
+    """I.3's row, with the policy network's cost. picked (n,): index of each image's choice. price: lambda of Eq. 14.
+    threshold: the confidence of early exit within the chosen depth; None: no early exit."""
     kind = "tokens" if policy.choices == token_choices(model) else "settings"
     tokens = torch.tensor([model.tokens.index(t) for t, _ in policy.choices])[picked]
     depths = torch.tensor([depth for _, depth in policy.choices])[picked]
@@ -127,7 +134,7 @@ def learned(
     return result(f"RL ({kind}, lambda = {price})", correct, prices[picked] + policy.macs, **more)
 
 
-def judged(
+def evaluate_policies(
     model: AdaPerceiver,
     test: Callable[[], Batches],
     training: Callable[[int], Batches],
@@ -140,33 +147,36 @@ def judged(
     device: str | torch.device = "cpu",
     progress: Callable[[str, int], None] = lambda what, images: None,
 ) -> tuple[list[dict[str, Any]], list[Learned]]:
-    """Table 6 from scratch, with a policy of either kind learned for each price in so many epochs; 0: none.
+    """Table 6 and the learned policies: one of either kind for each price, trained for `epochs`; 0: none.
 
-    test(): the batches that are judged. training(epoch): those learned from. progress: told what is done with how many
-    images.
+    test(): the batches that policies are evaluated on. training(epoch): the batches they are trained on. progress:
+    called with the step's name and the number of images it has processed.
     """
     found = grid(model, test(), device=device, amp=amp, progress=lambda n: progress("every setting", n))
-    made: list[Learned] = []
+    policies: list[Learned] = []
     if epochs > 0 and prices:
-        seen = grid(model, _first(training(0), SOME), device=device, amp=amp, widths=model.widths[-1:])
-        kinds = {"tokens": token_choices(model), "settings": setting_choices(model, seen)}
-        if kinds["settings"] == kinds["tokens"]:  # no number of tokens can do with fewer blocks
+        calibration = grid(
+            model, _first(training(0), CALIBRATION_IMAGES), device=device, amp=amp, widths=model.widths[-1:]
+        )
+        kinds = {"tokens": token_choices(model), "settings": setting_choices(model, calibration)}
+        if kinds["settings"] == kinds["tokens"]:  # every number of tokens needs all blocks
             del kinds["settings"]
         wanted = [(kind, price) for kind in kinds for price in prices]
-        policies = train_policies(
+        networks = train_policies(
             model,
             map(training, range(epochs)),
             [(price, kinds[kind]) for kind, price in wanted],
             device=device,
             progress=lambda n: progress("learned policies", n),
         )
-        picks = choices(model, policies, test(), device)
-        made = [Learned(*what, policy, picked) for what, policy, picked in zip(wanted, policies, picks)]
-    return table_6(model, found, [(one.price, one.policy, one.picked) for one in made], thresholds, exit_depths), made
+        picks = choices(model, networks, test(), device)
+        policies = [Learned(*what, network, picked) for what, network, picked in zip(wanted, networks, picks)]
+    rows = [(one.price, one.policy, one.picked) for one in policies]
+    return table_6(model, found, rows, thresholds, exit_depths), policies
 
 
 def _first(batches: Batches, images: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """As many batches as hold so many images."""
+    """The first batches, until they hold so many images."""
     for x, y in batches:
         yield x, y
         images -= len(y)
@@ -181,9 +191,10 @@ def table_6(
     thresholds: Sequence[float] = (0.8, 0.9, 0.95),
     exit_depths: Exits = None,
 ) -> list[dict[str, Any]]:
-    """Every policy; with `exit_depths` also early exit after these blocks only. Beside each row:
-    `fixed_top1`, what the trained numbers of tokens reach at its cost, between two by share; `best_fixed_top1`, the
-    best of all fixed settings (tokens, depth, width) that cost no more.
+    """A row for every policy. policies: (price, network, choices). exit_depths: add early exit after only these.
+
+    Each row has `fixed_top1`: what the trained numbers of tokens reach at its cost, linearly interpolated; and
+    `best_fixed_top1`: the best of all fixed settings (tokens, depth, width) that cost no more.
     """
     if model.outputs != "class":
         raise DwindleError(

@@ -1,4 +1,4 @@
-"""A learned choice of setting for each image (I.3): the policy network, how it is trained, and its file.
+"""A learned choice of setting for each image (I.3): the policy network, its training, and its file.
 
 B images, P input tokens, D width, C choices.
 """
@@ -25,14 +25,14 @@ Option = tuple[int, int]  # tokens and depth, at full width
 
 
 def token_choices(model: AdaPerceiver) -> list[Option]:
-    """I.3: every trained number of tokens, at full depth."""
+    """The choices of I.3: every trained number of tokens, at full depth."""
     return [(tokens, model.depth) for tokens in model.tokens]
 
 
 def setting_choices(model: AdaPerceiver, found: Grid, within: float = 0.5) -> list[Option]:
-    """For each number of tokens the fewest blocks within so many points of all, and the largest setting; cheapest
-    first. The last blocks of few tokens cost more than they bring: more tokens do better with it. found: on training
-    images, at full width.
+    """For each number of tokens the fewest blocks whose top-1 is at most `within` points below that of all blocks, and
+    the largest setting; cheapest first. With few tokens the last blocks gain less than more tokens would at that cost.
+    found: on training images, at full width.
     """
     top1 = found.top1[-1]  # (L, G)
     enough = (top1 >= top1[-1] - within).int().argmax(0) + 1
@@ -41,7 +41,7 @@ def setting_choices(model: AdaPerceiver, found: Grid, within: float = 0.5) -> li
 
 
 class Mixer(nn.Module):
-    """MLP-Mixer's block: an MLP over tokens, one over channels, at half and twice their size."""
+    """MLP-Mixer's block: an MLP over tokens with half as many neurons, and one over channels with twice as many."""
 
     def __init__(self, dim: int, tokens: int) -> None:
         super().__init__()
@@ -55,9 +55,9 @@ class Mixer(nn.Module):
 
 
 class PolicyNetwork(nn.Module):
-    """Algorithm 4, on input tokens (B, P, D) brought to `inner` channels first: at full width it would cost a block.
+    """Algorithm 4 on input tokens (B, P, D), projected to `inner` channels; at full width it would cost like a block.
 
-    choices: `token_choices` if not given.
+    choices: None: `token_choices`. inner: None: a quarter of the width, at least 8.
     """
 
     def __init__(self, model: AdaPerceiver, choices: Sequence[Option] | None = None, inner: int | None = None) -> None:
@@ -80,7 +80,7 @@ class PolicyNetwork(nn.Module):
         return self.head(self.fuse(self.mixers(self.squeeze(patches)).mean(1)))
 
     def choose(self, patches: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens (B,) and depth (B,) for each image, of which `patches = model.embed(images)` are:
+        """Tokens (B,) and depth (B,) for images, from `patches = model.embed(images)`:
         `model(images, *policy.choose(patches), patches=patches)`.
         """
         tokens, depth = torch.tensor(self.choices, device=patches.device)[self(patches).argmax(-1)].unbind(-1)
@@ -88,19 +88,20 @@ class PolicyNetwork(nn.Module):
 
     @property
     def macs(self) -> int:
+        """Multiply-accumulates for one image."""
         s, i, half = self.seq, self.inner, self.seq // 2
         mixers = 2 * (2 * i * s * half + 2 * s * i * 2 * i)
         return s * self.dim * i + mixers + 2 * i * i + i * len(self.choices)
 
 
 def save_policy(policy: PolicyNetwork, path: Path) -> Path:
-    """A safetensors file, which knows what it chooses among."""
+    """Write the policy to a safetensors file, whose metadata hold its choices; returns the path."""
     weights = {name: value.cpu().contiguous() for name, value in policy.state_dict().items()}
     return write_weights(path, weights, {"choices": json.dumps(policy.choices)})
 
 
 def load_policy(model: AdaPerceiver, path: str | Path) -> PolicyNetwork:
-    """A policy that was learned for this network, ready to choose."""
+    """The policy of a file, in eval mode; refused if its choices are not settings of this network."""
     weights = read_weights(Path(path))
     with safe_open(path, "pt") as file:
         listed = (file.metadata() or {}).get("choices")
@@ -132,9 +133,11 @@ def train_policies(
     device: str | torch.device = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> list[PolicyNetwork]:
-    """REINFORCE (I.3), a policy for each (price, choices) wanted, all from the same runs of the network: reward -CE -
-    price * index of the choice (Eq. 14), each image's own advantage over the moving average of past rewards. entropy: a
-    bonus that keeps the choice open while the baseline settles; not in the paper.
+    """Trains by REINFORCE (I.3) a policy for each (price, choices) in `wanted`, all on the same runs of the network.
+
+    The reward is -CE - price * index of the choice (Eq. 14), its baseline the moving average of past rewards, with
+    `decay`. entropy: weight of an entropy bonus, which keeps the policy random while the baseline settles; it is not in
+    the paper.
     """
     place = torch.device(device)
     fast = model.eval().to(place).prepare()
@@ -149,15 +152,15 @@ def train_policies(
             answers = logits.flatten(0, 2).float()
             loss = F.cross_entropy(answers, y.repeat(len(answers) // len(y)), reduction="none").view(logits.shape[:3])
             for learner in learners:
-                asked = [loss[depths.index(d), model.tokens.index(t)] for t, d in learner.policy.choices]
-                learner.step(patches.float(), torch.stack(asked))
+                losses = [loss[depths.index(d), model.tokens.index(t)] for t, d in learner.policy.choices]
+                learner.step(patches.float(), torch.stack(losses))
             if progress:
                 progress(len(y))
     return [learner.policy.eval() for learner in learners]
 
 
 class _Learner:
-    """A policy with its optimiser, its baseline and its own chance: what it learns does not depend on the others."""
+    """A policy with its own optimizer, baseline and random numbers, so that it does not depend on the others."""
 
     def __init__(
         self,
@@ -179,12 +182,13 @@ class _Learner:
         self.baseline: Tensor | None = None
 
     def step(self, patches: Tensor, loss_CB: Tensor) -> None:
-        says = self.policy(patches).log_softmax(-1)  # (B, C)
-        action = torch.multinomial(says.detach().exp(), 1, generator=self.draw)  # (B, 1)
+        """One update. loss_CB: the network's cross-entropy at each choice."""
+        log_p = self.policy(patches).log_softmax(-1)  # (B, C)
+        action = torch.multinomial(log_p.detach().exp(), 1, generator=self.draw)  # (B, 1)
         reward = -loss_CB.T.gather(1, action)[:, 0] - self.price * action[:, 0]
         baseline = reward.mean() if self.baseline is None else self.baseline
-        open_ = -(says.exp() * says).sum(-1).mean()
-        loss = -((reward - baseline) * says.gather(1, action)[:, 0]).mean() - self.entropy * open_
+        entropy = -(log_p.exp() * log_p).sum(-1).mean()
+        loss = -((reward - baseline) * log_p.gather(1, action)[:, 0]).mean() - self.entropy * entropy
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
@@ -195,7 +199,7 @@ class _Learner:
 def choices(
     model: AdaPerceiver, policies: Sequence[PolicyNetwork], batches: Batches, device: str | torch.device = "cpu"
 ) -> Tensor:
-    """(policies, n) index of the choice that each policy makes for each image."""
+    """(policies, n) index of each policy's choice for each image."""
     place, made = torch.device(device), []
     for x, _ in batches:
         patches = model.embed(x.to(place))

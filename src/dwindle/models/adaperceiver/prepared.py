@@ -1,4 +1,4 @@
-"""An AdaPerceiver for weights that stay: on a GPU as CUDA graphs, on a CPU as it is."""
+"""A prepared AdaPerceiver: a copy with fixed weights, on a GPU run as CUDA graphs, on a CPU as the network itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...core.checks import check_finite, check_tensor
+from ...core.checks import check_tensor
 from ...core.model import Output
 from ...runtime.prepared import Prepared
 from .recorded import Recorder, records
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class PreparedPerceiver(Prepared):
-    """Its arguments are those of `AdaPerceiver`."""
+    """What `AdaPerceiver.prepare` returns; it is called like the network."""
 
     def __init__(
         self, network: AdaPerceiver, images: int | None = None, details: bool = False, recordings: int | None = None
     ) -> None:
-        """recordings: CUDA graphs kept at once. images, details: as `AdaptiveViT.prepare` takes them; nothing depends
-        on them here."""
+        """recordings: how many CUDA graphs are kept at once. images, details: as `AdaptiveViT.prepare` takes them;
+        nothing depends on them here."""
         super().__init__(network)
         self._network: AdaPerceiver = self._model
         self._recorder = Recorder(self._network)
@@ -44,16 +44,13 @@ class PreparedPerceiver(Prepared):
     ) -> Output:
         network = self._network
         self._check_place(check_tensor(images))
-        one = all(given is None or isinstance(given, int) for given in (tokens, depth, width))
-        if one and patches is None and records(images):
+        same = all(choice is None or isinstance(choice, int) for choice in (tokens, depth, width))  # for all images
+        if same and patches is None and records(images):
             (t,), (d,), (w,) = settings(network, tokens, depth, width, 1)
-            if exit is not None or exits is not None:  # a recording knows its images' shape, not their threshold
+            if exit is not None or exits is not None:  # a recording does not check the confidence
                 check(network, images, exit, exits)
             return self._recorder(images, t, d, w, exit, exits)
-        out = network.run(images, tokens, depth, width, exit, exits, patches)
-        if network.checks and not (images.is_cuda or torch.compiler.is_compiling()):
-            check_finite(out.logits, images, self._model)
-        return out
+        return network(images, tokens, depth, width, exit, exits, patches)
 
     @torch.no_grad()
     def embed(self, images: Tensor) -> Tensor:

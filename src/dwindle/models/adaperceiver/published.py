@@ -1,7 +1,7 @@
-"""Checkpoints of AdaPerceiver's authors: a folder as their `save_pretrained` writes it, a flat config.json and
-model.safetensors under their names.
+"""Checkpoints of AdaPerceiver's authors, as their `save_pretrained` writes them: a folder with a flat config.json, and
+model.safetensors with their names of the weights.
 
-Two of their classes are known: one that classifies, and the one of D.1 with features of patches beside the answer.
+Two of their classes can be read: the one that classifies, and the one of D.1 with features of patches as well.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from ...errors import DwindleError
 from ...io.config import CONFIG, FORMAT
 from ...settings import Above0, Classes, Count, Depth, Size, Within, options
 
-NAME = "published"  # what the config says instead of a class of ours: the weights have the authors' names
+NAME = "published"  # stands in the config in place of our class, where the weights have the authors' names
 MARKS = ("embed_dim", "max_latent_tokens", "mask_token_grans", "use_embed_ffn")  # no other library's config has all
-# Their images are normalised as CLIP's.
+# The authors normalise images as CLIP does.
 PREPROCESS = {
     "mean": [0.48145466, 0.4578275, 0.40821073],
     "std": [0.26862954, 0.26130258, 0.27577711],
     "interpolation": "bilinear",
     "crop_pct": 0.875,
 }
-MAYBE = ("mat_dims", "output_feat_dim")
+OPTIONAL = ("mat_dims", "output_feat_dim")
 No = Annotated[float, Within(0, 0)]
 Grains = Annotated[list[Annotated[int, Within(1, 4096)]], Count(0, 64)]
 
 
 class Published(TypedDict, total=False):
-    """What a config may say; a value left out of a Literal has no counterpart here."""
+    """The options of a published config. A value that its Literal leaves out has no counterpart here."""
 
     embed_dim: Size
     num_heads: Size
@@ -51,7 +51,7 @@ class Published(TypedDict, total=False):
     norm_layer: Literal["layernorm"]
     ffn_layer: Literal["mlp"]
     attn_layer: Literal["flex", "full"]
-    process_token_init: Literal["learned", "norm_randn"]  # how they begin, not what they are
+    process_token_init: Literal["learned", "norm_randn"]  # the initialisation, which trained weights replace
     block_mask: Literal["block", "none"]
     mask_token_grans: Grains | None
     mat_dims: Annotated[list[Size], Count(0, 64)] | None
@@ -65,33 +65,38 @@ class Published(TypedDict, total=False):
 
 
 def is_published(config: dict[str, Any]) -> bool:
+    """Whether a config is of a checkpoint by AdaPerceiver's authors."""
     return all(name in config for name in MARKS)
 
 
 def described(config: dict[str, Any]) -> dict[str, Any]:
-    """Their config as ours."""
+    """A published config in the form of ours."""
     try:
-        given = options(config, Published, "an AdaPerceiver's published config")
+        theirs = options(config, Published, "an AdaPerceiver's published config")
     except DwindleError as error:
         raise DwindleError(
             f"This {CONFIG} is of a published AdaPerceiver that has no counterpart here: {str(error).rstrip('.')}; "
             "run it by its authors' code."
         ) from error
-    if missing := [name for name in Published.__annotations__ if name not in given and name not in MAYBE]:
+    if missing := [name for name in Published.__annotations__ if name not in theirs and name not in OPTIONAL]:
         raise DwindleError(f"This {CONFIG} is of a published AdaPerceiver and lacks {missing[0]}; take another copy.")
-    width, most, features = given["embed_dim"], given["max_latent_tokens"], given.get("output_feat_dim")
-    blocks = given["block_mask"] == "block" and given["attn_layer"] == "flex"
+    width, most, features = theirs["embed_dim"], theirs["max_latent_tokens"], theirs.get("output_feat_dim")
+    blocks = theirs["block_mask"] == "block" and theirs["attn_layer"] == "flex"
     settings = {
-        **{"classes": given["num_classes"], "image": given["img_size"], "patch": given["patch_size"]},
-        **{"channels": given["in_channels"], "width": width, "depth": given["depth"], "heads": given["num_heads"]},
-        **{"ffn_ratio": given["ffn_ratio"], "layer_scale": given["ls_init_values"], "rope_theta": given["rope_theta"]},
-        # A step that ends beyond the most latents trained is one that more of them would have anyhow.
-        "tokens": sorted({grain for grain in given["mask_token_grans"] or () if grain < most} | {most}),
-        "widths": sorted({dim for dim in given["mat_dims"] or () if dim < width} | {width}),
+        **{"classes": theirs["num_classes"], "image": theirs["img_size"], "patch": theirs["patch_size"]},
+        **{"channels": theirs["in_channels"], "width": width, "depth": theirs["depth"], "heads": theirs["num_heads"]},
+        **{
+            "ffn_ratio": theirs["ffn_ratio"],
+            "layer_scale": theirs["ls_init_values"],
+            "rope_theta": theirs["rope_theta"],
+        },
+        # Steps beyond the largest trained number of latents are left out: the mask adds one for more latents anyway.
+        "tokens": sorted({grain for grain in theirs["mask_token_grans"] or () if grain < most} | {most}),
+        "widths": sorted({dim for dim in theirs["mat_dims"] or () if dim < width} | {width}),
         "mask": "blocks" if blocks else "open",
         **{"rope": "pairs", "rope_beyond": "stretch", "norm_eps": 1e-6},
         **{"outputs": "class" if features is None else "both", "features": features},
-        "head": "ffn" if given["use_output_ffn"] else "linear",
+        "head": "ffn" if theirs["use_output_ffn"] else "linear",
         "readouts": "shared",
     }
     return {
@@ -100,29 +105,29 @@ def described(config: dict[str, Any]) -> dict[str, Any]:
         "backbone": {"family": "adaperceiver", "model": NAME, "options": settings},
         "method": {"name": None, "options": {}},
         "saved": "all",
-        "extra": {"preprocess": {"size": given["img_size"], **PREPROCESS}},
+        "extra": {"preprocess": {"size": theirs["img_size"], **PREPROCESS}},
     }
 
 
 def renamed(weights: dict[str, Tensor], source: Path) -> dict[str, Tensor]:
-    """Their weights under our names; those of queries, keys and values are one of ours."""
+    """The authors' weights under our names. Their separate weights of queries, keys and values become one."""
     left, ours = dict(weights), {}
     for name, parts in _names(weights):
-        if not (there := [part for part in parts if part in left]):
+        if not (found := [part for part in parts if part in left]):
             continue
         if missing := [part for part in parts if part not in left]:
             raise DwindleError(f"{source} lacks the weight '{missing[0]}'; take another copy of the checkpoint.")
         try:
-            ours[name] = torch.cat([left.pop(part) for part in there])
+            ours[name] = torch.cat([left.pop(part) for part in found])
         except RuntimeError as error:
-            raise DwindleError(f"{source} has weights {', '.join(there)} that do not belong together.") from error
+            raise DwindleError(f"{source} has weights {', '.join(found)} that do not belong together.") from error
     if "latent" in ours:
         ours["latent"] = ours["latent"][None]
-    return ours | left  # what is left is no part of the network, and refused by its name
+    return ours | left  # weights of no known name are refused by the caller
 
 
 def _names(weights: dict[str, Tensor]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Our name of each weight, and theirs."""
+    """Our name of each weight, and the authors' names of its parts."""
     yield "latent", ("process_latents.token",)
     yield "position", ("patch_embed.pos_embed",)
     yield "readouts.0.output", ("output_latents.token",)
@@ -130,10 +135,10 @@ def _names(weights: dict[str, Tensor]) -> Iterator[tuple[str, tuple[str, ...]]]:
         ("patch_embed", ("patch_embed.embed.proj",)),
         ("embed_norm", ("patch_embed.norm",)),
         *_layers("embed_ffn", "patch_embed.ffn"),
-        *_crossing("read", "read_head"),
-        *_crossing("readouts.0.write", "write_head"),
+        *_cross_attention("read", "read_head"),
+        *_cross_attention("readouts.0.write", "write_head"),
         *_adapter("readouts.0.head", "output_adapter", "output_adapter.ffn.weight" not in weights),
-        *_crossing("readouts.0.dense.write", "write_head_feat"),
+        *_cross_attention("readouts.0.dense.write", "write_head_feat"),
         ("readouts.0.dense.output_proj", ("output_latents_feat.proj",)),
         *_adapter("readouts.0.dense.head", "output_adapter_feat", True),
     ]
@@ -150,10 +155,12 @@ def _names(weights: dict[str, Tensor]) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _layers(ours: str, theirs: str) -> list[tuple[str, tuple[str, ...]]]:
+    """The layers of an FFN."""
     return [(f"{ours}.{name}", (f"{theirs}.{name}",)) for name in ("fc1", "fc2")]
 
 
-def _crossing(ours: str, theirs: str) -> list[tuple[str, tuple[str, ...]]]:
+def _cross_attention(ours: str, theirs: str) -> list[tuple[str, tuple[str, ...]]]:
+    """The layers of a cross-attention."""
     return [
         (f"{ours}.norm_sink", (f"{theirs}.snk_norm",)),
         (f"{ours}.norm_source", (f"{theirs}.src_norm",)),
@@ -164,6 +171,7 @@ def _crossing(ours: str, theirs: str) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _adapter(ours: str, theirs: str, ffn: bool) -> list[tuple[str, tuple[str, ...]]]:
+    """The layers of a head: one linear layer, or a normalised FFN."""
     if not ffn:
         return [(ours, (f"{theirs}.ffn",))]
     return [

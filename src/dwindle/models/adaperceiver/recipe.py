@@ -1,4 +1,4 @@
-"""What a training run of AdaPerceiver depends on."""
+"""The recipe of a training run of AdaPerceiver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...train.learner import Learner
 from ...train.recipe import Recipe
 from .train import AdaLearner
 
-IDLE = ("method", "method_lr", "layout", "accumulate", "parallel")  # settings of `Recipe` that nothing here reads
+UNUSED = ("method", "method_lr", "layout", "accumulate", "parallel")  # settings of `Recipe` without effect here
 
 Three = tuple[AtLeast0, AtLeast0, AtLeast0]  # a number for each stage
 Attention = Literal["steps", "mask", "flex"]
@@ -23,8 +23,8 @@ class AdaRecipe(Recipe):
     """`model` names a preset, `method.NAME` changes its settings, `weights` is None or a checkpoint to begin from.
 
     freeze_backbone: only the write head, the output token and the classifier learn (D.2).
-    reinit_from: with freeze_backbone and a read-out for each depth; {9: 8}: only the ninth block's read-out learns, and
-        it begins as the eighth's. For one that is no better than the one before it.
+    reinit_from: retrains a badly trained read-out, with freeze_backbone and a read-out for each depth; {9: 8}: only the
+        ninth block's read-out learns, and it begins as the eighth's.
     task: 'classify'; 'segmentation' or 'depth', which make the network dense; 'features', a teacher's patches (D.1).
     """
 
@@ -33,25 +33,23 @@ class AdaRecipe(Recipe):
     method: str = "AdaPerceiver"
     stages: Three = (50 / 135, 65 / 135, 20 / 135)  # shares of the epochs: tokens, tokens and depths, widths too (D.1)
     stage_lr: Three = (1.0, 1.0, 0.5)  # of lr
-    block_lr: AtLeast0 = 1.0  # of lr, for the blocks: those of a ViT need less than what is new
-    restart: bool = True  # each stage from the averaged weights, with a schedule of its own; false: one over all stages
+    block_lr: AtLeast0 = 1.0  # share of lr for the blocks: a ViT's need a lower rate than new weights
+    restart: bool = True  # each stage has a schedule of its own and begins from averaged weights; false: one schedule
     token_weight: AtLeast0 = 1.0
     depth_weight: AtLeast0 = 1.0
-    depth_mean: Literal["blocks", "weights"] = (
-        "blocks"  # depths' losses at weight l / L over L, or over all the weights
-    )
-    largest_weight: AtLeast0 = 0.0  # of the most tokens at full depth once more, beside their share in the mean
-    full_width: Share = 0.0  # share of the images that run at full width whatever was drawn for them
-    mask_steps: Inside = 0.5  # chance of each step of an open mask, but the last, to be there in a training step
+    depth_mean: Literal["blocks", "weights"] = "blocks"  # sum of l / L * loss_l over L, or over the sum of the weights
+    largest_weight: AtLeast0 = 0.0  # of the loss with the most tokens, beside its share in the mean
+    full_width: Share = 0.0  # share of the images whose random width is replaced by the full one
+    mask_steps: Inside = 0.5  # probability that a training step's open mask has a step, for all but the last
     reinit_from: dict | None = None
-    optimizer: Literal["adamw", "soap"] = "adamw"  # or 'soap', from pytorch-optimizer
-    attention: Attention | None = None  # None: the fastest. An open mask trains by 'mask'
+    optimizer: Literal["adamw", "soap"] = "adamw"  # 'soap' is from pytorch-optimizer
+    attention: Attention | None = None  # None: the fastest for the device. An open mask trains by 'mask'
 
     def check(self) -> None:
         for f in dataclasses.fields(self):
-            given = getattr(self, f.name)
-            if f.name in IDLE and given != f.default:
-                raise DwindleError(f"{f.name} = {given}: it has no effect on an AdaPerceiver; leave it out.")
+            value = getattr(self, f.name)
+            if f.name in UNUSED and value != f.default:
+                raise DwindleError(f"{f.name} = {value}: it has no effect on an AdaPerceiver; leave it out.")
         check_fields(self)
         _plain(self).check()
         if self.distill == "token":
@@ -69,6 +67,7 @@ class AdaRecipe(Recipe):
             self._check_reinit()
 
     def _check_reinit(self) -> None:
+        """Raises for a `reinit_from` that does not fit the other settings."""
         given = f"reinit_from = {self.reinit_from}"
         if not self.reinit_from or not all(type(depth) is int for pair in self.reinit_from.items() for depth in pair):
             raise DwindleError(f"{given}: name depths by whole numbers, such as {{9: 8}}, or leave it out.")
@@ -85,10 +84,11 @@ class AdaRecipe(Recipe):
         return AdaLearner
 
     def ends(self) -> list[int]:
-        """The epochs at which the stages end."""
+        """The epoch at which each stage ends."""
         total = sum(self.stages)
         return [round(self.epochs * sum(self.stages[: i + 1]) / total) for i in range(3)]
 
 
 def _plain(recipe: AdaRecipe) -> Recipe:
+    """The recipe's settings that every `Recipe` has, to be checked as such."""
     return Recipe(**{f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)})

@@ -1,5 +1,6 @@
-"""AdaPerceiver on a GPU: a forward pass at one setting as a CUDA graph, with early exit as several (`leaving.py`).
-`AdaPerceiver.run` is their definition.
+"""AdaPerceiver on a GPU: a forward pass at one setting as one CUDA graph, or with early exit as several (leaving.py).
+
+`AdaPerceiver.run` is the definition of both.
 """
 
 from __future__ import annotations
@@ -27,22 +28,25 @@ Path = Callable[[Tensor, Any], Output]  # images, and the confidence at which th
 
 
 def records(images: Tensor) -> bool:
-    """Whether a forward pass on these images can be recorded at all; a caller's own capture wants to see every call."""
+    """Whether a forward pass on these images can be recorded: they are on the current GPU, and nobody else compiles or
+    captures the call."""
     if not images.is_cuda or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return False
     return images.device.index == torch.cuda.current_device()
 
 
 class Recorder(Keeper["AdaPerceiver"]):
-    """Recordings by shape, dtype and setting, of a network whose weights nobody writes to any more. A setting asked for
-    the first time runs eager, and is recorded when it is asked for again before `most` others: settings that change
-    with every call, or the last, smaller batch of a data set, are not recorded in vain. Early exit is recorded at once.
+    """Runs a network with fixed weights, and records its forward passes by shape, dtype and setting.
+
+    A setting runs eager the first time, and is recorded the second time, if fewer than `most` others came between. So
+    settings that change with every call, or the last, smaller batch of a data set, are not recorded. Early exit is
+    recorded at once.
     """
 
     def __init__(self, model: AdaPerceiver) -> None:
         super().__init__(model)
         self.most = GRAPHS
-        self._paths: OrderedDict[tuple, Path | None] = OrderedDict()  # None: came once
+        self._paths: OrderedDict[tuple, Path | None] = OrderedDict()  # None: the setting came once, and ran eager
 
     def __call__(
         self,
@@ -56,12 +60,12 @@ class Recorder(Keeper["AdaPerceiver"]):
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         setting = (tokens, depth, width)
         exit_depths = None if exits is None else tuple(sorted(set(exits)))
-        how = (exit is None, exit_depths, autocast, self.model.attention, self.model.mask)
-        key = (images.shape, images.dtype, images.device, setting, *how)
+        mode = (exit is None, exit_depths, autocast, self.model.attention, self.model.mask)
+        key = (images.shape, images.dtype, images.device, setting, *mode)
         path = self._paths.get(key)
         out = None if path is None or exit is not None else path(images, exit)
         if out is None:
-            # An exit is a decision, and another order of sums may change it: so the first call records already.
+            # An exit is a decision that rounding may change, so all calls must round alike: the first one records.
             if path is None and (exit is not None or key in self._paths):
                 path = self._record(images, setting, exit is not None, exit_depths)
             out = (path or self._eager(setting, exit_depths))(images, exit)
@@ -72,9 +76,11 @@ class Recorder(Keeper["AdaPerceiver"]):
         return out
 
     def _eager(self, setting: Setting, exit_depths: Exits) -> Path:
+        """The forward pass without a recording."""
         return lambda images, exit: self.model.run(images, *setting, exit, exit_depths)
 
     def _record(self, images: Tensor, setting: Setting, leaving: bool, exit_depths: Exits) -> Path:
+        """A recording of the forward pass; eager where it cannot be recorded. leaving: with early exit."""
         try:
             return Leaving(self, images, setting, exit_depths) if leaving else Recorded(self, images, setting)
         except torch.OutOfMemoryError:
@@ -86,7 +92,7 @@ class Recorder(Keeper["AdaPerceiver"]):
 
 
 class Recorded:
-    """One forward pass as a CUDA graph: images are copied in, answers copied out."""
+    """A forward pass as a CUDA graph, into which images are copied and from which answers are copied."""
 
     def __init__(self, keeper: Recorder, images: Tensor, setting: Setting) -> None:
         self.turn, model = keeper.turn, keeper.model
@@ -96,7 +102,7 @@ class Recorded:
             with autocast():
                 self.out = model.run(self.images, *setting)
 
-        with torch.inference_mode(False), torch.no_grad():  # what is copied in later may come from either mode
+        with torch.inference_mode(False), torch.no_grad():  # later images may come from either mode
             self.images = images.clone()
             self.graph = recording.captured(forward, keeper.pool)
 
@@ -104,6 +110,6 @@ class Recorded:
         with self.turn:
             self.images.copy_(images)
             self.graph.replay()
-            like = self.out.trace  # of the setting alone
-            trace = replace(like, lives=[*like.lives], values=[dict(values) for values in like.values])
+            recorded = self.out.trace  # depends on the setting alone, so it is valid for all images
+            trace = replace(recorded, lives=[*recorded.lives], values=[dict(values) for values in recorded.values])
             return Output(self.out.logits.clone(), trace, self.out.features.clone())

@@ -1,4 +1,4 @@
-"""What may be asked of an AdaPerceiver, and the trace of what was.
+"""The settings of an AdaPerceiver's call: their checks, and the trace of a call.
 
 B images, N latents, L blocks.
 """
@@ -29,7 +29,7 @@ Exits = Sequence[int] | None  # depths after which images may leave; None: all
 
 
 def settings(model: AdaPerceiver, tokens: Choice, depth: Choice, width: Choice, count: int) -> tuple[list[int], ...]:
-    """Tokens, depths and widths of `count` images; left out, each is the largest that the network was trained with."""
+    """Tokens, depths and widths of `count` images, a list each. None: the largest that the network was trained with."""
     return (
         _chosen(model, "tokens", tokens, count, model.tokens[-1]),
         _chosen(model, "depth", depth, count, model.depth),
@@ -37,17 +37,17 @@ def settings(model: AdaPerceiver, tokens: Choice, depth: Choice, width: Choice, 
     )
 
 
-def _chosen(model: AdaPerceiver, name: str, given: Choice, count: int, default: int) -> list[int]:
-    """One number per image."""
-    if given is None:
+def _chosen(model: AdaPerceiver, name: str, choice: Choice, count: int, default: int) -> list[int]:
+    """The setting `name` of each image, checked."""
+    if choice is None:
         return [default] * count
-    if isinstance(given, Tensor | np.ndarray | np.generic):
-        given = given.tolist()
-    values: list[Any] = list(given) if isinstance(given, Sequence) else [given] * count
+    if isinstance(choice, Tensor | np.ndarray | np.generic):
+        choice = choice.tolist()
+    values: list[Any] = list(choice) if isinstance(choice, Sequence) else [choice] * count
     if len(values) != count:
         raise DwindleError(f"{name} has {len(values)} values for {count} images; give one, or one per image.")
     most = {"tokens": 4 * model.tokens[-1], "depth": model.depth, "width": model.width}[name]
-    least = math.ceil(1 / model.ffn_ratio) if name == "width" else 1  # an FFN has a neuron at least
+    least = math.ceil(1 / model.ffn_ratio) if name == "width" else 1  # so that the FFN has a neuron
     for value in set(values):
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not (whole and least <= value <= most):
@@ -56,6 +56,7 @@ def _chosen(model: AdaPerceiver, name: str, given: Choice, count: int, default: 
 
 
 def check(model: AdaPerceiver, images: Tensor, exit: float | None = None, exits: Exits = None) -> None:
+    """Raises for images or exits that the network does not take."""
     check_tensor(images)
     sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == model.channels
     if not sized or any(not side or side % model.patch for side in images.shape[-2:]):
@@ -77,37 +78,38 @@ def check(model: AdaPerceiver, images: Tensor, exit: float | None = None, exits:
 
 
 def check_exits(model: AdaPerceiver, exits: Sequence[int]) -> None:
-    """Refuse depths that this network does not have."""
+    """Raises for depths that this network does not have."""
     if not exits or not all(isinstance(at, int) and 1 <= at <= model.depth for at in exits):
-        given = ", ".join(map(str, exits)) or "none"
+        shown = ", ".join(map(str, exits)) or "none"
         raise DwindleError(
-            f"exits = {given}: name one or more blocks after which images may leave, from 1 to {model.depth}."
+            f"exits = {shown}: name one or more blocks after which images may leave, from 1 to {model.depth}."
         )
 
 
 def trace_of(
     model: AdaPerceiver, images: Tensor, t_B: list[int], d_B: list[int], w_B: list[int], reads: Tensor
 ) -> Trace:
-    """reads: (L, B) who was read out where. Latents have no place in the image: the trace's grid is one row of them."""
+    """The trace of a call with these tokens, depths and widths. reads (L, B) bool: which images were read out after
+    which blocks. The trace's grid is one row of latents, as they have no position in the image."""
     count, largest = len(t_B), max(t_B)
     trace = Trace((count, largest), 0, (1, largest), model.depth)
-    here = torch.arange(largest) < torch.tensor(t_B)[:, None]  # (B, N)
+    exists = torch.arange(largest) < torch.tensor(t_B)[:, None]  # (B, N)
     widths = torch.tensor(w_B, dtype=torch.float32)[:, None].expand(count, largest)
     patches = torch.full((count, largest), float(model.patches((images.shape[-2], images.shape[-1]))))
-    counts = sorted(set(t_B))  # few of them, and many images
-    sights = torch.stack([_sights(model.ends(t), largest) for t in counts])
-    seen = sights[torch.searchsorted(torch.tensor(counts), torch.tensor(t_B))]  # (B, N)
+    counts = sorted(set(t_B))
+    seen_by_count = torch.stack([_seen(model.ends(t), largest) for t in counts])
+    seen = seen_by_count[torch.searchsorted(torch.tensor(counts), torch.tensor(t_B))]  # (B, N)
     depths = torch.tensor(d_B)[:, None]
     for at in range(1, max(d_B) + 1):
-        live, read = here & (depths >= at), reads[at - 1, :, None].float().expand(count, largest)
+        live, read = exists & (depths >= at), reads[at - 1, :, None].float().expand(count, largest)
         trace.lives.append(Where((count, largest), live_BN=live))
         trace.values.append({"width": widths, "read": read, "patches": patches, "seen": seen})
     return trace
 
 
 @lru_cache(64)
-def _sights(ends: tuple[int, ...], largest: int) -> Tensor:
-    """(N,) how many latents each of `largest` sees under a mask of these steps; 0 where there is none."""
+def _seen(ends: tuple[int, ...], largest: int) -> Tensor:
+    """(N,) the number of latents that each of `largest` sees under a mask with these steps; 0 beyond the last step."""
     sizes = [end - start for start, end in zip((0, *ends), ends)]
     seen = [float(end) for end, size in zip(ends, sizes) for _ in range(size)]
     with torch.inference_mode(False):

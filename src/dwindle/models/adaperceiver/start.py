@@ -1,4 +1,4 @@
-"""Where the weights of an AdaPerceiver begin: those of another one, or of a plain ViT with blocks of the same shape.
+"""Initialisation of an AdaPerceiver from another one, or from a plain ViT with blocks of the same shape.
 
 B images, N latents, P input tokens, D width, H heads, K head size.
 """
@@ -18,16 +18,18 @@ from ...io.checkpoint import load
 from .model import AdaPerceiver
 
 log = logging.getLogger("dwindle")
-FOCUS = 60.0  # how narrowly a latent looks at its place at the start: nearly one patch
-CODE = 3.5  # the size of the code of places beside the patch it is added to
+FOCUS = 60.0  # the scale of the read head's scores at the start: each latent reads nearly one patch
+CODE = 3.5  # the norm of a position's code relative to that of the patch it is added to
 
 
 def begin_from(
     model: AdaPerceiver, source: str, images: Tensor, frozen: bool = False, renewed: bool = False, head: bool = True
 ) -> None:
-    """Load `source`, a checkpoint. images: some (B, C, height, width), prepared, that show what a ViT's channels do.
-    frozen: its blocks will not learn other tokens than it has, or another mask. renewed: nor most of its read-outs
-    another task. head: its classes are the model's.
+    """Initialise the model from `source`, a checkpoint.
+
+    images: a sample (B, C, height, width), prepared, which shows how a ViT's channels are used. frozen: the blocks will
+    not be trained, so they must have been trained with the model's tokens and mask. renewed: only some read-outs will
+    be trained, so all must fit. head: whether the checkpoint's classes are the model's.
     """
     other: Any = load(source)
     if renewed and not head:
@@ -40,8 +42,8 @@ def begin_from(
             f"each of {model.depth} depths and {model.classes} classes; give weights=RUN, the network to mend."
         )
     if isinstance(other, AdaPerceiver):
-        one = len(model.tokens) == 1 and model.tokens == other.tokens  # then no mask hides anything
-        for name in ("tokens",) if one else ("tokens", "mask"):
+        unmasked = len(model.tokens) == 1 and model.tokens == other.tokens  # both masks are then the same
+        for name in ("tokens",) if unmasked else ("tokens", "mask"):
             theirs, own = getattr(other, name), getattr(model, name)
             if frozen and theirs != own:
                 raise DwindleError(
@@ -62,6 +64,8 @@ def begin_from(
 
 
 def _same_readouts(model: AdaPerceiver, other: Any) -> bool:
+    """Whether `other` is an AdaPerceiver whose read-outs have the model's number and shapes."""
+
     def shapes(network: AdaPerceiver) -> dict[str, torch.Size]:
         return {name: value.shape for name, value in network.readouts.state_dict().items()}
 
@@ -69,14 +73,14 @@ def _same_readouts(model: AdaPerceiver, other: Any) -> bool:
 
 
 def _from_ada(model: AdaPerceiver, other: AdaPerceiver, source: str, head: bool) -> None:
-    """What belongs to its task (outputs, head) starts anew where it does not fit."""
-    own, given = model.state_dict(), other.state_dict()
-    for i in range(len(model.readouts)):  # one for all depths begins as that of the last block
+    """Copy the weights of another AdaPerceiver. Weights of read-outs that do not fit keep their initialisation."""
+    own, weights = model.state_dict(), other.state_dict()
+    for i in range(len(model.readouts)):  # a shared read-out begins as that of the last block
         theirs = other.readout(min(i + 1 if len(model.readouts) > 1 else model.depth, other.depth))
-        given |= {f"readouts.{i}.{name}": value for name, value in theirs.state_dict().items()}
+        weights |= {f"readouts.{i}.{name}": value for name, value in theirs.state_dict().items()}
     if not head:
-        given = {n: v for n, v in given.items() if ".head." not in n}
-    fitting = {n: v for n, v in given.items() if n in own and own[n].shape == v.shape}
+        weights = {n: v for n, v in weights.items() if ".head." not in n}
+    fitting = {n: v for n, v in weights.items() if n in own and own[n].shape == v.shape}
     lost = [n for n in own if n not in fitting and not n.startswith("readouts.")]
     if lost:
         raise DwindleError(f"weights = {source} does not fit: '{lost[0]}' differs; train the same configuration.")
@@ -84,7 +88,7 @@ def _from_ada(model: AdaPerceiver, other: AdaPerceiver, source: str, head: bool)
 
 
 def _fitting_parts(model: AdaPerceiver, other: Any, source: str) -> list[Any]:
-    """The parts of each block of a plain ViT that this network can begin as."""
+    """The parts of the ViT's first blocks, one for each block of the network; refused where they do not fit it."""
     vit, shape, backbone = other.vit, other.backbone.shape, other.backbone
     parts = [backbone.parts(block) for block in backbone.blocks[: model.depth]]
     conv, position = getattr(getattr(vit, "patch_embed", None), "proj", None), getattr(vit, "pos_embed", None)
@@ -102,22 +106,22 @@ def _fitting_parts(model: AdaPerceiver, other: Any, source: str) -> list[Any]:
         if own != theirs:
             raise DwindleError(f"weights = {source} has {name} {theirs}, the network {own}; set method.{name} alike.")
     hidden, most = model.hidden(model.width), shape.hidden // shape.width
-    for fits, given, allowed in (
+    for fits, setting, allowed in (
         (model.depth <= shape.blocks, f"depth {model.depth}", f"from 1 to {shape.blocks}"),
-        # At least 2: the embedding FFN begins as an identity, which takes two neurons a channel.
+        # At least 2: the embedding FFN begins as an identity, which needs two neurons for each channel.
         (2 * model.width <= hidden <= shape.hidden, f"ffn_ratio {model.ffn_ratio}", f"from 2 to {most}"),
-        # Two pairs of channels tell places apart.
+        # Positions are coded in two pairs of channels of each head.
         (model.width >= 4 * model.heads, f"{model.heads} heads in {model.width} channels", "4 channels a head or more"),
     ):
         if not fits:
-            raise DwindleError(f"weights = {source} cannot begin a network of {given}; it must be {allowed}.")
+            raise DwindleError(f"weights = {source} cannot begin a network of {setting}; it must be {allowed}.")
     return parts
 
 
 @torch.no_grad()
 def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor, head: bool) -> None:
-    """Its patch embedding, positions, blocks and head; and latents that each begin as one patch, so that the blocks
-    meet what they know. The embedding FFN and the values of the write heads begin as identities.
+    """Copy a ViT's patch embedding, positions, blocks and head. Each latent begins as one patch, so that the blocks get
+    inputs like those of the ViT. The embedding FFN and the values of the write heads begin as identities.
     """
     vit, shape = other.vit, other.backbone.shape
     parts = _fitting_parts(model, other, source)
@@ -143,7 +147,7 @@ def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor, head
         readout.write.proj.weight.copy_(one)
     norm, theirs = getattr(vit, "norm", None), getattr(vit, "head", None) if head else None
     for readout in model.readouts:
-        readout.write.q.weight.zero_()  # a mean over latents
+        readout.write.q.weight.zero_()  # all scores are equal: a mean over latents
         if isinstance(norm, nn.LayerNorm):
             _copy(readout.write.norm_source, norm)
         if (
@@ -152,17 +156,18 @@ def _from_vit(model: AdaPerceiver, other: Any, source: str, images: Tensor, head
             and theirs.weight.shape == readout.head.weight.shape
         ):
             _copy(readout.head, theirs)
-    _look_at_places(model, images)
-    _turn_what_matters_least(model, images)
+    _begin_read(model, images)
+    _sort_channels_for_rope(model, images)
 
 
 def _copy(own: nn.Module, theirs: nn.Module) -> None:
+    """Copy weight and bias of a layer."""
     state = {name: value for name, value in theirs.state_dict().items() if name in ("weight", "bias")}
     own.load_state_dict(state)
 
 
 def _block(block: Any, part: Any) -> None:
-    """The neurons that weigh most come first: narrower widths keep those."""
+    """Copy a ViT's block. Its FFN's neurons are sorted by their norms, as narrower widths keep the first ones."""
     _copy(block.norm1, part.norm1)
     _copy(block.norm2, part.norm2)
     _copy(block.attn.qkv, part.qkv[0])
@@ -177,13 +182,14 @@ def _block(block: Any, part: Any) -> None:
     block.scale2.copy_(part.scale2 if part.scale2 is not None else torch.ones_like(block.scale2))
 
 
-def _look_at_places(model: AdaPerceiver, images: Tensor) -> None:
+def _begin_read(model: AdaPerceiver, images: Tensor) -> None:
     """Latent n begins as the patch around (x_n, y_n) = (n s_x + c, n s_y + c), angles that go once around over the
     image's width and height; s_x and s_y are speeds of RoPE, c is the middle of a patch.
 
-    Positions are given a code of their place, (cos x, sin x, cos y, sin y), along directions that patches hardly use.
-    It outweighs the patch, so that LayerNorm leaves it as large for every patch, and is what keys see. A query of two
-    pairs of channels, turned by n, then scores FOCUS * (cos(x_n - x) + cos(y_n - y)). Values leave the code out.
+    To each position a code, (cos x, sin x, cos y, sin y), is added along directions that patches hardly use. The code
+    is larger than the patch, so that after LayerNorm it is nearly as large for every patch; keys read the code alone.
+    A query in two pairs of channels, rotated by n, then scores FOCUS * (cos(x_n - x) + cos(y_n - y)). Values leave the
+    code out.
     """
     read, width, size = model.read, model.width, model.width // model.heads
     side = model.image // model.patch
@@ -195,12 +201,12 @@ def _look_at_places(model: AdaPerceiver, images: Tensor) -> None:
     seen = tokens.flatten(0, 1).double()
     seen = seen - seen.mean(-1, keepdim=True)
     used = seen.T @ seen
-    used += used.trace()  # the mean over channels is none of them: LayerNorm takes it away
+    used += used.trace()  # excludes the mean over channels, which LayerNorm removes
     along = torch.linalg.eigh(used)[1][:, :4].float()  # (D, 4)
     large = CODE * float(seen.square().sum(-1).mean().sqrt()) / math.sqrt(2)
-    marks = large * code @ along.T  # (P, D)
-    model.position.add_(marks)
-    spread = float((tokens + marks).std(-1).mean())
+    codes = large * code @ along.T  # (P, D)
+    model.position.add_(codes)
+    spread = float((tokens + codes).std(-1).mean())
 
     model.latent.zero_()
     read.q.weight.zero_()
@@ -208,7 +214,7 @@ def _look_at_places(model: AdaPerceiver, images: Tensor) -> None:
     read.kv.weight.zero_()
     read.kv.bias.zero_()
     read.kv.weight[width:] = spread * (torch.eye(width) - along @ along.T)
-    across, down = _speeds(model)
+    across, down = _scanning_pairs(model)
     gain = math.sqrt(FOCUS * math.sqrt(size))
     for at in range(0, width, size):
         for pair, rows in ((across, (0, 1)), (down, (2, 3))):
@@ -218,8 +224,9 @@ def _look_at_places(model: AdaPerceiver, images: Tensor) -> None:
             read.kv.weight[[one, two]] = gain * spread / large * along.T[list(rows)]
 
 
-def _speeds(model: AdaPerceiver) -> tuple[int, int]:
-    """The pairs of RoPE's channels that scan the image best: at each trained number of latents one is near a patch."""
+def _scanning_pairs(model: AdaPerceiver) -> tuple[int, int]:
+    """The two pairs of RoPE's channels whose angles scan the image best: for each trained number of latents, the mean
+    distance from a patch to the nearest latent is smallest."""
     side, pairs = model.image // model.patch, model.width // model.heads // 2
     speed = model.rope_theta ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
     place = torch.arange(model.tokens[-1], dtype=torch.float64)[:, None] * speed / (2 * math.pi) + 0.5 / side  # turns
@@ -234,37 +241,38 @@ def _speeds(model: AdaPerceiver) -> tuple[int, int]:
     return min(found, key=found.__getitem__)
 
 
-def _turn_what_matters_least(model: AdaPerceiver, images: Tensor) -> None:
-    """A ViT's attention knows no RoPE, which would turn its queries and keys away from each other. Their product stays
-    the same in any basis, q' = A q, k' = A^-T k; here in one that is sorted by what a channel adds to the scores of
-    these images. The most goes to the pairs that turn slowest, the fast ones take what hardly counts.
+def _sort_channels_for_rope(model: AdaPerceiver, images: Tensor) -> None:
+    """Change the basis of each head's queries and keys so that RoPE changes a ViT's scores as little as possible.
+
+    The ViT was trained without RoPE. Scores stay the same in any basis, q' = A q, k' = A^-T k. The basis chosen sorts
+    channels by how much they add to the scores of these images; the largest go to the pairs that RoPE rotates slowest.
 
     With E[q q'] = L L' and cov k = M M', the scores' singular values are those of L'M = U S V'; then A = sqrt(S) U' / L
     and A^-T = sqrt(S) V' / M.
     """
     patches = model.embed(images)
-    turn, attend = model._prepare(model.tokens[-1], patches)
-    z, width, size = model.read.latents(model.latent, patches, turn), model.width, model.width // model.heads
+    angles, attend = model._angles_and_attention(model.tokens[-1], patches)
+    z, width, size = model.read.latents(model.latent, patches, angles), model.width, model.width // model.heads
     places = torch.tensor([model.channels_of(pair) for pair in range(size // 2)]).flatten()
-    rank = torch.empty_like(places)  # of a channel: the slowest pair, the last, has 0 and 1
+    rank = torch.empty_like(places)  # a channel's rank; those of the slowest pair, the last, are 0 and 1
     rank[places] = torch.arange(size).view(-1, 2).flip(0).flatten()
     blocks: Any = model.blocks
     for block in blocks:
         weight, bias = block.attn.qkv.weight, block.attn.qkv.bias
         seen = block.norm1(z).flatten(0, 1).double()
         for at in range(0, width, size):
-            asks, keys = slice(at, at + size), slice(width + at, width + at + size)
-            q = seen @ weight[asks].double().T + bias[asks].double()
+            queries, keys = slice(at, at + size), slice(width + at, width + at + size)
+            q = seen @ weight[queries].double().T + bias[queries].double()
             k = seen @ weight[keys].double().T
-            # What all keys share changes no softmax; turned it would, so it is left out.
-            same = k.mean(0)
-            left, right = _root(q), _root(k - same)
+            # The mean of all keys changes no softmax, but would after a rotation, so it is removed.
+            mean = k.mean(0)
+            left, right = _root(q), _root(k - mean)
             u, s, v = torch.linalg.svd(left.T @ right)
-            for rows, basis, root, shift in ((asks, u.T, left, bias[asks].double()), (keys, v, right, -same)):
+            for rows, basis, root, shift in ((queries, u.T, left, bias[queries].double()), (keys, v, right, -mean)):
                 change = s.sqrt()[:, None] * torch.linalg.solve_triangular(root, basis, upper=False, left=False)
                 moved = (change @ torch.cat([weight[rows].double(), shift[:, None]], 1)).float()
                 weight[rows], bias[rows] = moved[rank, :-1], moved[rank, -1]
-        z = block(z, turn, attend)
+        z = block(z, angles, attend)
 
 
 def _root(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""AdaPerceiver as it learns (Algorithm 3, D.1-D.2): its stages, what is drawn for a step, and the loss of its answers.
+"""Training of an AdaPerceiver (Algorithm 3, D.1-D.2): the stages, the random settings of a step, and the loss.
 
 B images, G granularities, L blocks, S answers to one image (G or L of them).
 """
@@ -30,11 +30,11 @@ from .start import begin_from
 if TYPE_CHECKING:
     from .recipe import AdaRecipe
 
-LEAST, LAST = 1e-6, 1e-5  # the learning rate that a stage begins and ends with
+FIRST_LR, LAST_LR = 1e-6, 1e-5  # learning rates at which a stage begins and ends
 
 
 class AdaLearner(Learner):
-    """Three stages, each beginning from the average of the one before."""
+    """Trains in three stages, each of which begins from the averaged weights of the one before."""
 
     recipe: AdaRecipe
     task: ImageTask
@@ -46,19 +46,19 @@ class AdaLearner(Learner):
     def __init__(self, recipe: AdaRecipe, task: ImageTask, device: torch.device) -> None:
         super().__init__(recipe, task, device)
         self.epoch = 0
-        network = self._loaded_teacher()
-        self.model = self._build(network)
+        self.model = self._build(self._loaded_teacher())
         self.model.attention = recipe.attention
         task.fit(Preprocess(size=self.model.image))
         if recipe.weights is not None:
-            some, anew = task.some(128, 32), recipe.reinit_from is not None
-            begin_from(self.model, recipe.weights, some, recipe.freeze_backbone, anew, task.head_fits)
+            images, reinit = task.some(128, 32), recipe.reinit_from is not None
+            begin_from(self.model, recipe.weights, images, recipe.freeze_backbone, reinit, task.head_fits)
         self.model.to(device)
         if recipe.freeze_backbone:
             _freeze(self.model, recipe.reinit_from)
 
     def _loaded_teacher(self) -> Any:
-        """The network that `teacher` names: a transformer with nothing halted, or an AdaPerceiver at its largest."""
+        """The model that the recipe's `teacher` names, or None; also sets `self.teacher`: a transformer with nothing
+        halted, or an AdaPerceiver at its largest setting."""
         named, features = self.recipe.teacher, self.task.answers == "features"
         if named is None:
             return None
@@ -79,20 +79,20 @@ class AdaLearner(Learner):
             self.teacher.cells = model.grid(side)
         return model
 
-    def _build(self, network: Any) -> AdaPerceiver:
-        """network: the teacher, as it was loaded."""
+    def _build(self, teacher_model: Any) -> AdaPerceiver:
+        """The network to train. teacher_model: the teacher as it was loaded."""
         recipe, teacher, answers = self.recipe, self.teacher, self.task.answers
         options = dict(recipe.method_options)
         if recipe.image_size:
             options["image"] = recipe.image_size
         if answers == "features":  # D.1: a dense network whose head, an MLP, predicts the teacher's features
             assert teacher is not None
-            halting = isinstance(network, AdaptiveViT)
-            if not halting and network.outputs != "dense":
+            is_vit = isinstance(teacher_model, AdaptiveViT)
+            if not is_vit and teacher_model.outputs != "dense":
                 raise DwindleError(
                     f"The teacher {recipe.teacher} has no patch features; take a dense one (outputs=dense)."
                 )
-            width = network.backbone.shape.width if halting else network.width
+            width = teacher_model.backbone.shape.width if is_vit else teacher_model.width
             options |= {"outputs": "dense", "head": "mlp", "classes": width}
             model = AdaPerceiver.preset(recipe.model, **options)
             teacher.grid = model.grid((model.image, model.image))
@@ -101,20 +101,21 @@ class AdaLearner(Learner):
         model = AdaPerceiver.preset(recipe.model, **options | ({"outputs": "dense"} if answers == "maps" else {}))
         if teacher is not None:
             assert recipe.teacher is not None
-            teacher.classes = teacher_classes(network, self.task.train_images, recipe.teacher, self.device)
+            teacher.classes = teacher_classes(teacher_model, self.task.train_images, recipe.teacher, self.device)
         if answers == "classes":
             for images in self.task.images:
                 check_labels(images.labels, model.classes)
         return model
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        kinds: dict[tuple[float, float], list[nn.Parameter]] = {}  # by weight decay and share of the learning rate
+        """Parameters by weight decay (none for vectors and learned tokens) and by share of the learning rate."""
+        groups: dict[tuple[float, float], list[nn.Parameter]] = {}  # key: (weight decay, share)
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 free = parameter.dim() <= 1 or name.rpartition(".")[2] in ("position", "latent", "output")
                 share = self.recipe.block_lr if name.startswith("blocks.") else 1.0
-                kinds.setdefault((0.0 if free else self.recipe.weight_decay, share), []).append(parameter)
-        return [{"params": those, "weight_decay": decay, "share": share} for (decay, share), those in kinds.items()]
+                groups.setdefault((0.0 if free else self.recipe.weight_decay, share), []).append(parameter)
+        return [{"params": group, "weight_decay": decay, "share": share} for (decay, share), group in groups.items()]
 
     def optimizer(self) -> torch.optim.Optimizer:
         if self.recipe.optimizer == "adamw":
@@ -131,7 +132,7 @@ class AdaLearner(Learner):
     def compile(self) -> None:
         super().compile()
         self.task.compiled = True
-        # A graph for each kind of stage, and in evaluation for each width, number of tokens and size of batch.
+        # A block is compiled for each stage, and in evaluation for each width, number of tokens and batch size.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for readout in self.model.readouts:
             readout.write.compiled = True  # type: ignore[union-attr]
@@ -140,11 +141,11 @@ class AdaLearner(Learner):
 
     @property
     def stage(self) -> int:
-        """0: tokens; 1: and depths; 2: and widths."""
+        """The stage of the present epoch: 0 varies tokens, 1 also depths, 2 also widths."""
         return next((i for i, end in enumerate(self.recipe.ends()) if self.epoch < end), 2)
 
     def begin_epoch(self, run: Any) -> None:
-        """D.1: a stage begins from the averaged weights of the one before, and with a new optimiser."""
+        """At the beginning of a stage, take the averaged weights of the one before and a new optimizer (D.1)."""
         self.epoch = run.epoch
         starts = [0, *self.recipe.ends()][:3]
         if self.recipe.restart and self.epoch and self.epoch == starts[self.stage]:
@@ -153,13 +154,15 @@ class AdaLearner(Learner):
             run.optimizer = self.optimizer()
 
     def rate(self, step: int, group: dict[str, Any]) -> float:
-        """Each stage warms up and falls by a cosine of its own; without `restart` there is one for all."""
+        """The learning rate: warm-up and cosine, anew in each stage; without `restart` once for all stages."""
         recipe, stage, each = self.recipe, self.stage if self.recipe.restart else 0, self.task.steps_per_epoch
         ends = [0, *(end * each for end in (recipe.ends() if recipe.restart else [recipe.epochs]))]
         at, total = step - ends[stage], max(ends[stage + 1] - ends[stage], 1)
         warm = min(int(recipe.warmup_epochs * each), total // 2)
         peak = recipe.scaled(1) * recipe.lr * recipe.stage_lr[stage]
-        rate = ramp(at, warm, LEAST, peak) if at < warm else cosine(at - warm, total - warm, peak, min(LAST, peak))
+        rate = (
+            ramp(at, warm, FIRST_LR, peak) if at < warm else cosine(at - warm, total - warm, peak, min(LAST_LR, peak))
+        )
         return rate * group["share"]
 
     def row(self, seconds: float, steps: int) -> dict[str, float]:
@@ -167,77 +170,77 @@ class AdaLearner(Learner):
 
     def inputs(self, x: Tensor, y: Tensor, step: int, seen: int) -> dict[str, Tensor]:
         x, y = self.task.mixed(x, y, seen)
-        given = {"x": x, "y": y}
+        inputs = {"x": x, "y": y}
         if self.teacher is not None:
-            (given["taught"],) = self.teacher(x, seen, self.recording).values()
-        return given | self.drawn(len(x), step)
+            (inputs["teacher_answers"],) = self.teacher(x, seen, self.recording).values()
+        return inputs | self.drawn(len(x), step)
 
     def drawn(self, count: int, step: int) -> dict[str, Tensor]:
-        """A width per image and a granularity per depth, as the stage asks, and the steps of an open mask; a function
-        of (seed, step).
+        """The random settings of a step, a function of (seed, step): a width for each image and a granularity for each
+        depth, where the stage varies them, and the steps of an open mask.
         """
         draw, model = torch.Generator().manual_seed(mix(self.recipe.seed, step)), self.model
 
-        def there(value: Tensor) -> Tensor:
-            # From pinned memory a copy does not wait for the steps before.
+        def on_device(value: Tensor) -> Tensor:
+            # From pinned memory the copy does not wait for earlier steps.
             return value.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else value
 
-        def of(choices: Tensor, n: int, most: float = 0.0) -> Tensor:
-            """most: share of them that are the last choice in any case."""
-            picked = choices[torch.randint(len(choices), (n,), generator=draw)]
-            if most:
-                picked[torch.rand(n, generator=draw) < most] = choices[-1]
-            return there(picked)
+        def sample(choices: Tensor, n: int, last: float = 0.0) -> Tensor:
+            """(n,) random choices. last: the chance of each to be replaced by the last choice."""
+            values = choices[torch.randint(len(choices), (n,), generator=draw)]
+            if last:
+                values[torch.rand(n, generator=draw) < last] = choices[-1]
+            return on_device(values)
 
-        found, tokens = {}, torch.tensor(model.tokens)
+        settings, tokens = {}, torch.tensor(model.tokens)
         if model.mask == "open" and len(tokens) > 1:
             drawn = torch.rand(len(tokens), generator=draw) < self.recipe.mask_steps
             drawn[-1] = True
-            found["drawn"], tokens = there(drawn), tokens[drawn]
+            settings["drawn"], tokens = on_device(drawn), tokens[drawn]
         if self.stage >= 1:
-            found["sampled"] = of(tokens, model.depth)
-        if self.recipe.stages[2] and len(model.widths) > 1:  # full until its stage: one recording serves all stages
+            settings["sampled"] = sample(tokens, model.depth)
+        if self.recipe.stages[2] and len(model.widths) > 1:
+            # Widths are inputs of every stage, all full before the last, so that one recording serves all stages.
             choices = model.widths if self.stage >= 2 else model.widths[-1:]
-            found["widths"] = of(torch.tensor(choices), count, self.recipe.full_width)
-        return found
+            settings["widths"] = sample(torch.tensor(choices), count, self.recipe.full_width)
+        return settings
 
     def terms(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Algorithm 3: means over images and granularities (of an open mask those drawn), and over depths at weight
-        l / L, divided by L or, as published, by the sum of these weights.
-        """
+        """The loss terms of Algorithm 3 for a batch."""
         drawn = inputs.get("drawn")
         answers = self.model.answers(inputs["x"], inputs.get("widths"), inputs.get("sampled"), drawn)
-        return self.weighed(answers, inputs["y"], inputs.get("taught"), drawn)
+        return self.loss_terms(answers, inputs["y"], inputs.get("teacher_answers"), drawn)
 
-    def weighed(
-        self, answers: Answers, y: Tensor, taught: Tensor | None = None, drawn: Tensor | None = None
+    def loss_terms(
+        self, answers: Answers, y: Tensor, teacher_answers: Tensor | None = None, drawn: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The terms of these answers."""
+        """Algorithm 3: "tokens", the mean loss over granularities (with an open mask, those drawn); "depths", the sum
+        over depths at weight l / L, divided by L or, as published, by the sum of the weights; "total", weighted."""
         recipe = self.recipe
-        losses = self.loss(answers.tokens, y, taught)  # (G,), the most tokens last
+        losses = self.loss(answers.tokens, y, teacher_answers)  # (G,), the most tokens last
         terms = {"tokens": losses.mean() if drawn is None else (losses * drawn).sum() / drawn.sum()}
         terms["total"] = recipe.token_weight * terms["tokens"] + recipe.largest_weight * losses[-1]
         if answers.depths is not None:
-            losses = self.loss(answers.depths, y, taught)  # (L,)
+            losses = self.loss(answers.depths, y, teacher_answers)  # (L,)
             weights = torch.arange(1, len(losses) + 1, device=losses.device) / len(losses)
-            # The authors' public code divides by the sum of the weights, some half of L.
+            # The authors' public code divides by the sum of the weights, about L / 2.
             count = weights.sum() if recipe.depth_mean == "weights" else len(losses)
             terms["depths"] = (weights * losses).sum() / count
             terms["total"] = terms["total"] + recipe.depth_weight * terms["depths"]
         return terms | {"cost": torch.ones((), device=y.device)}
 
-    def loss(self, answers: Tensor, y: Tensor, taught: Tensor | None) -> Tensor:
-        """(S,) of answers (S, B, ...), each a mean over images."""
+    def loss(self, answers: Tensor, y: Tensor, teacher_answers: Tensor | None) -> Tensor:
+        """(S,) losses of answers (S, B, ...), each a mean over images."""
         recipe, answers = self.recipe, answers.float()
         total = answers.new_zeros(len(answers))
         if recipe.label_weight:
             total = total + recipe.label_weight * self.task.loss(answers, y).mean(-1)
-        if taught is not None:
-            total = total + recipe.teacher_weight * self.task.distill(answers, taught).mean(-1)
+        if teacher_answers is not None:
+            total = total + recipe.teacher_weight * self.task.distill(answers, teacher_answers).mean(-1)
         return total
 
     def evaluate(self, model: AdaPerceiver, **options: Any) -> dict[str, float]:
-        """At the largest setting, and at it with one axis at its smallest (depth: half)."""
+        """Metrics at the largest setting, and with one axis of it at its smallest (depth: at half)."""
         if self.task.answers != "classes":
             return self._most_and_fewest(model)
         found = grid(model, self.task.batches(train=False), device=self.device, amp=self.recipe.amp)
@@ -254,13 +257,13 @@ class AdaLearner(Learner):
 
     @torch.no_grad()
     def _most_and_fewest(self, model: AdaPerceiver) -> dict[str, float]:
-        """What the task measures, with the most tokens and with the fewest."""
+        """The task's metrics with the most tokens and with the fewest."""
         training, images = model.training, 0
         sums: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         model.eval()
         for x, y in self.task.batches(train=False):
             x, images = x.to(self.device), images + len(x)
-            targets = self._taught(x) if self._features else y.to(self.device)
+            targets = self._teacher_answers(x) if self._features else y.to(self.device)
             answers = model.every(x, depths=[model.depth])[0]  # (G, B, ...)
             for total, answer in zip(sums, (answers[-1], answers[0])):
                 for name, values in self.task.measure(answer, targets).items():
@@ -274,16 +277,16 @@ class AdaLearner(Learner):
     def _features(self) -> bool:
         return self.task.answers == "features"
 
-    def _taught(self, x: Tensor) -> Tensor:
-        """What the teacher says of images."""
+    def _teacher_answers(self, x: Tensor) -> Tensor:
+        """The teacher's answers to images."""
         assert self.teacher is not None
         (answers,) = self.teacher.ask(x).values()
         return answers
 
 
 def _freeze(model: AdaPerceiver, reinit_from: dict[int, int] | None) -> None:
-    """D.2: the write head, the output tokens and the last linear layer learn on; or those of some depths, as
-    `reinit_from` says."""
+    """Freeze all but the read-outs (D.2): write head, output token and head. reinit_from {depth: source}: freeze all
+    but the read-outs of these depths, and initialise each from the one of its source."""
     model.requires_grad_(False)
     if reinit_from is None:
         model.readouts.requires_grad_(True)
@@ -291,7 +294,7 @@ def _freeze(model: AdaPerceiver, reinit_from: dict[int, int] | None) -> None:
     depths = range(1, model.depth + 1)
     if not all(depth in depths for pair in reinit_from.items() for depth in pair):
         raise DwindleError(f"reinit_from = {reinit_from}: the network has read-outs for depths 1 to {model.depth}.")
-    held = {source: copy.deepcopy(model.readout(source).state_dict()) for source in reinit_from.values()}
+    sources = {source: copy.deepcopy(model.readout(source).state_dict()) for source in reinit_from.values()}
     for depth, source in reinit_from.items():
-        model.readout(depth).load_state_dict(held[source])
+        model.readout(depth).load_state_dict(sources[source])
         model.readout(depth).requires_grad_(True)

@@ -1,4 +1,4 @@
-"""Static and hard execution of a language model timed in one run, turn about."""
+"""Timing of a language model with and without skipping, in one process and in alternation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .routing import Static
 
 
 def forced_keep(blocks: int, shape: tuple[int, int], fraction: float, seed: int = 0) -> Tensor:
-    """(L, B, N) bool: a random draw of exactly this share of token-blocks; all run the first block."""
+    """(L, B, N) bool, at random: exactly this share of token-blocks runs, and every token runs the first block."""
     if not 1 / blocks <= fraction <= 1:
         raise DwindleError(
             f"fraction = {fraction}: it is the share of token-blocks computed, and every token runs the first of "
@@ -48,9 +48,10 @@ def bench_lm(
     compiled: bool = True,
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Windows of the model's context. A forced share replaces the outcome only: gates and gathering run and are timed.
+    """Times the static and the adaptive model on windows of its context, for each batch size and share of token-blocks.
 
-    ids: a text (N,); adds a row with the router's own decisions on it. compiled: both sides run compiled code.
+    A forced share replaces only the router's decisions: its gates run and are timed. ids: a text (N,); adds a row with
+    the router's own decisions on it. compiled: both models run compiled code.
     """
     place = torch.device(device)
     model = model.eval().to(place, DTYPES[dtype])
@@ -61,7 +62,7 @@ def bench_lm(
         static = torch.compile(static)
         model.compile_blocks()
     rows = []
-    # Each size of batch gets code of its own, where torch would make code for any size of the second one.
+    # Compiled code is for one batch size: from the second size on torch would compile code for any size.
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False) if compiled else nullcontext():
         for batch in batches:
             size = (batch, shape.context)
@@ -82,8 +83,7 @@ def bench_lm(
                 rows.append(row)
                 if progress:
                     progress(row)
-    name = torch.cuda.get_device_name(place) if place.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)"
-    return {"rows": rows, "context": shape.context, "device": name, "dtype": dtype, "torch": torch.__version__}
+    return {"rows": rows, "context": shape.context} | _conditions(place, dtype)
 
 
 @torch.inference_mode()
@@ -95,8 +95,8 @@ def bench_generation(
     dtype: str = "fp32",
     seconds: float = 4.0,
 ) -> dict[str, Any]:
-    """Writing `length` characters after 16 drawn ones, turn about: the model without its router, with it and everything
-    computed, and skipping. The last two write the same text. `speedup`: of skipping over computing everything.
+    """Times writing `length` characters after 16 random ones, in alternation: by the model without its router (static),
+    with it and every update computed (all), and skipping. The last two write the same text. `speedup`: all / skipping.
     """
     place = torch.device(device)
     model = model.eval().to(place, DTYPES[dtype])
@@ -107,13 +107,19 @@ def bench_generation(
         calls += [partial(generate, model, prompt, length, seed=0, layout=layout) for layout in ("masked", "packed")]
         saved = 1 - float(calls[-1]().live.double().mean())
         spent = milliseconds(calls, seconds, place)
-        row = {f"{name}_ms": round(statistics.median(of), 2) for name, of in zip(("static", "all", "skipping"), spent)}
+        names = ("static", "all", "skipping")
+        row = {f"{name}_ms": round(statistics.median(times), 2) for name, times in zip(names, spent)}
         ratios = [a / b for a, b in zip(spent[1], spent[2])]
         against = statistics.median(a / b for a, b in zip(spent[0], spent[2]))
         row |= {"batch": batch, "speedup": round(statistics.median(ratios), 3), "against_static": round(against, 3)}
         rows.append(row | {"spread": round(statistics.pstdev(ratios), 3), "tlops_saved": round(saved, 4)})
+    return {"rows": rows, "length": length} | _conditions(place, dtype)
+
+
+def _conditions(place: torch.device, dtype: str) -> dict[str, Any]:
+    """What a timing depends on beside the model: device, dtype and torch's version."""
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)"
-    return {"rows": rows, "length": length, "device": name, "dtype": dtype, "torch": torch.__version__}
+    return {"device": name, "dtype": dtype, "torch": torch.__version__}
 
 
 def compilable(device: str) -> bool:
@@ -124,9 +130,10 @@ def compilable(device: str) -> bool:
 
 
 def _row(static: list[float], adaptive: list[float], saved: float, macs: float) -> dict[str, Any]:
-    """promised: what the token-layer operations saved would give; reached: the share of it that the clock shows.
+    """A row of `bench_lm` from rounds of milliseconds. saved, macs: shares of TLOps and of multiply-accumulates saved.
 
-    The same of multiply-accumulates, in which keys and values of tokens that skip and the gates are counted.
+    promised: the speedup if time were proportional to token-layer operations; reached: the measured speedup as a share
+    of it. `_macs`: the same by multiply-accumulates, which also count the gates and the keys of tokens that skip.
     """
     speedup = statistics.median(s / a for s, a in zip(static, adaptive))
     return {
@@ -144,6 +151,8 @@ def _row(static: list[float], adaptive: list[float], saved: float, macs: float) 
 
 
 def _logits(lm: Any) -> Callable[[Tensor], Tensor]:
+    """A function from ids to logits, for a CharLM or a Hugging Face model."""
+
     def run(ids: Tensor) -> Tensor:
         out = lm(ids)
         return out if isinstance(out, Tensor) else out.logits

@@ -11,7 +11,7 @@ COLUMNS = ("loss", "loss_soft", "bpc", "tlops_saved", "macs_saved")
 
 
 def lm_card(config: dict[str, Any], name: str) -> str:
-    """From a checkpoint's config alone."""
+    """The card in Markdown, from a checkpoint's config alone. name: the checkpoint's."""
     extra, method, size = config.get("extra", {}), config["method"], config["backbone"]["options"] or {}
     results, data = extra.get("results", {}), extra.get("data", {})
     lines = [

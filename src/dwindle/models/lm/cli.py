@@ -45,10 +45,11 @@ from .generate import generate as write
 from .load import load_lm, own_text, vocabulary_of
 from .view import page
 
-PASSAGE = 2000  # characters of the model's own data that `view` shows when it is given nothing
+PASSAGE = 2000  # characters of the model's own text that `view` shows where no file is given
 
 
 def _opened(checkpoint: str, tau: float | None) -> tuple[AdaptiveLM, Vocabulary]:
+    """The model of a checkpoint, with its router's tau set if one is given, and its vocabulary."""
     model = load_lm(checkpoint)
     if tau is not None:
         fitted(tau, Share, "--tau", "a router")
@@ -77,9 +78,9 @@ def evaluate(
     model, vocabulary = _opened(checkpoint, tau)
     name = data or own_text(model)
     text = open_text(name, vocabulary)
-    ask = partial(measure, model, text.test, layout=layout, batch=batch, limit=limit, name=name)
+    run = partial(measure, model, text.test, layout=layout, batch=batch, limit=limit, name=name)
     total = limit or (len(text.test) - 1) // model.backbone.shape.context
-    found = shared(lambda place, progress: ask(device=place, progress=progress), total, device)
+    found = shared(lambda place, progress: run(device=place, progress=progress), total, device)
     if found is None:
         return
     result = {key: round(found[key], 6) for key in ("loss", "bpc", "tlops_saved", "macs_saved")}
@@ -183,7 +184,7 @@ def routing(
 
 
 def _rounded(found: Any) -> Any:
-    """The same with numbers of four digits after the point."""
+    """`found` with all its numbers, also nested ones, rounded to four decimals."""
     if isinstance(found, dict):
         return {name: _rounded(value) for name, value in found.items()}
     if isinstance(found, list):
@@ -238,6 +239,7 @@ def view(
 
 
 def _read(path: Path) -> str:
+    """The text of a UTF-8 file, which must not be empty."""
     if not path.is_file():
         raise DwindleError(f"There is no file '{path}'; check the path.")
     try:

@@ -1,6 +1,6 @@
-"""Multiply-accumulates of a language model from its shape and a trace, as cost.py counts those of a ViT.
+"""Multiply-accumulates of a language model from its shape and a trace, by the rules of core/cost.py for a ViT.
 
-Counted is what the decisions ask for: a fused causal kernel also computes the scores of queries that skip.
+Only the scores of queries that run are counted, though a fused causal kernel also computes those of queries that skip.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def lm_macs(shape: LMShape, trace: Trace, method: Router) -> Tensor:
-    """(B,) of each sequence: a row that skips costs its key and value where it offers them, and its gate."""
+    """(B,) multiply-accumulates of each sequence. A row that skips costs its gate, and its key and value if offered."""
     live = trace.live.double()  # (L, B, N)
     offered = method.keys == "offered"
     keys = torch.ones_like(live) if offered else live
-    seen = (live * keys.cumsum(-1)).sum(-1)  # (L, B): pairs of a query that runs and a key up to it
+    seen = (live * keys.cumsum(-1)).sum(-1)  # (L, B): pairs of a query that runs and a key at or before it
     total = live.sum(-1) * shape.row_macs + 2 * seen * shape.heads * shape.head_size
     if offered:
         total = total + (1 - live).sum(-1) * shape.key_macs
@@ -31,7 +31,7 @@ def lm_macs(shape: LMShape, trace: Trace, method: Router) -> Tensor:
 
 
 def static_lm_macs(shape: LMShape, trace: Trace) -> float:
-    """One sequence of this length with nothing skipped and no router."""
+    """Multiply-accumulates of one sequence of the trace's length with nothing skipped and no router."""
     count = trace.shape[1]
     pairs = count * (count + 1) / 2
     return shape.blocks * (count * shape.row_macs + 2 * pairs * shape.heads * shape.head_size) + count * shape.read_macs

@@ -1,6 +1,6 @@
-"""Do hard characters run more blocks? What each one ran, against how hard the unskipped model finds the next one.
+"""Whether hard characters run more blocks: the blocks a character ran, against the difficulty of predicting the next.
 
-Difficulty is measured with every update computed, so that what was skipped cannot be the cause of it.
+Difficulty is measured with every update computed, so that skipping cannot cause it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ KINDS = ("newline", "space", "lower case", "upper case", "digit", "punctuation",
 
 @contextmanager
 def unskipped(model: AdaptiveLM) -> Iterator[None]:
-    """The operating point at its dearest for a while: of TSA, everything is computed and scaled."""
+    """Within, the operating point is at its costliest value: with TSA (tau = 0) every update is computed and scaled."""
     if model.method.operating_point is None:
         raise DwindleError(
             f"{type(model.method).__name__} has no operating point, so it does not choose who runs a block; give a "
             "checkpoint of a router that does, such as TSA."
         )
-    name, _, dear = model.method.operating_point
-    held = getattr(model.method, name)
-    setattr(model.method, name, dear)
+    name, _, costliest = model.method.operating_point
+    previous = getattr(model.method, name)
+    setattr(model.method, name, costliest)
     try:
         yield
     finally:
-        setattr(model.method, name, held)
+        setattr(model.method, name, previous)
 
 
 @torch.inference_mode()
@@ -50,10 +50,11 @@ def difficulty(
     name: str = "the text",
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Over windows of the model's context: Spearman's correlations, quartiles of difficulty, kinds of character."""
+    """Spearman's correlations of blocks run with difficulty, quartiles of difficulty and kinds of character, over
+    windows of the model's context."""
     place = torch.device(device)
     model = model.eval().to(place)
-    read, ran, soft, loss, doubt = [], [], [], [], []
+    read, ran, soft, loss, entropy = [], [], [], [], []
     for x, y in windows(ids, model.backbone.shape.context, batch, name, limit):
         x, y = x.to(place), y.to(place)
         ran.append(model(x).trace.live.sum(0).flatten().cpu())
@@ -61,14 +62,14 @@ def difficulty(
             full = model(x, "masked")
         logits = wide(full.logits).log_softmax(-1)
         loss.append(F.nll_loss(logits.flatten(0, 1), y.flatten(), reduction="none").cpu())
-        doubt.append(-(logits.exp() * logits).sum(-1).flatten().cpu())
+        entropy.append(-(logits.exp() * logits).sum(-1).flatten().cpu())
         gates = [values["p"] for values in full.trace.values if "p" in values]
         soft.append(torch.stack(gates).sum(0).flatten().cpu() if gates else torch.zeros(x.numel()))
         read.append(x.flatten().cpu())
         if progress:
             progress(len(x))
-    blocks, hard = torch.cat(ran).double(), {"loss": torch.cat(loss).double(), "entropy": torch.cat(doubt).double()}
-    characters = torch.cat(read)
+    blocks, characters = torch.cat(ran).double(), torch.cat(read)
+    hard = {"loss": torch.cat(loss).double(), "entropy": torch.cat(entropy).double()}
     return {
         "characters": len(blocks),
         "blocks": float(blocks.mean()),
@@ -80,38 +81,39 @@ def difficulty(
 
 
 def ranks(values: Tensor) -> Tensor:
-    """(n,) places in order, equal values sharing the mean of theirs."""
-    _, place, counts = values.unique(return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts - 1) / 2)[place].double()
+    """(n,) ranks from 1; equal values share the mean of their ranks."""
+    _, index, counts = values.unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts - 1) / 2)[index].double()
 
 
 def spearman(one: Tensor, two: Tensor) -> float | None:
-    """Of (n,) and (n,); None where one of them is all the same."""
+    """Spearman's rank correlation of (n,) and (n,); None where all values of one are equal."""
     a, b = (ranks(values) - (len(values) + 1) / 2 for values in (one, two))
     scale = float(a.norm() * b.norm())
     return float(a @ b) / scale if scale else None
 
 
 def _quartiles(blocks: Tensor, hard: Tensor) -> list[dict[str, float]]:
-    """From the easiest quarter of the characters to the hardest: what they ran, and how hard they are."""
+    """Mean blocks and mean difficulty of each quarter of the characters, from the easiest to the hardest."""
     order = hard.argsort(stable=True)
     return [{"difficulty": float(hard[q].mean()), "blocks": float(blocks[q].mean())} for q in order.chunk(4)]
 
 
 def kind_of(piece: str) -> str:
-    """What kind of character a piece of text is; bytes beyond ASCII are of another."""
+    """The kind, one of KINDS, of a piece of text; characters beyond ASCII that are no letters or digits are 'other'."""
     tests = (piece == "\n", piece == " ", piece.islower(), piece.isupper(), piece.isdigit())
     plain = len(piece) == 1 and piece.isascii() and piece.isprintable()
     return next((kind for kind, holds in zip(KINDS, (*tests, plain)) if holds), KINDS[-1])
 
 
 def _kinds_of(characters: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """(n,) the number of each character's kind."""
-    of = torch.tensor([KINDS.index(kind_of(vocabulary.decode([i]))) for i in range(len(vocabulary))])
-    return of[characters.long()]
+    """(n,) the index in KINDS of each character's kind."""
+    kinds = torch.tensor([KINDS.index(kind_of(vocabulary.decode([i]))) for i in range(len(vocabulary))])
+    return kinds[characters.long()]
 
 
 def _by_kind(blocks: Tensor, hard: dict[str, Tensor], kinds: Tensor) -> list[dict[str, Any]]:
+    """A row per kind that occurs, with its share, mean blocks, mean difficulties and correlation."""
     rows = []
     for number in kinds.unique().tolist():
         mine = kinds == number

@@ -1,4 +1,4 @@
-"""A language model on a text: loss, bits per character, and what was saved."""
+"""Metrics of a language model on a text (loss, bits per character, cost saved), and operating points by them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def evaluate(
     context: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Over windows of the model's context. `rates` and `means`: share that skips and mean p in every block.
+    """Metrics over windows of the model's context; `rates` and `means`: each block's share of skips, and its mean p.
 
-    context: windows of fewer tokens. limit: only so many windows. amp: bf16 autocast, as in training on a GPU. Of
-    several processes each takes its share of the windows, and all get the result for all.
+    context: shorter windows, of so many tokens. limit: only so many windows. amp: bf16 autocast, as in training on a
+    GPU. Several processes share the windows, and each returns the metrics over all of them.
     """
     place = torch.device(device)
     model = model.eval().to(place)
@@ -78,31 +78,31 @@ def evaluate(
 
 
 def calibrate(model: AdaptiveLM, ids: Tensor, saved: float, steps: int = 12, **options: Any) -> float:
-    """Turn the operating point so that this share of token-layer operations is skipped; returns the share reached."""
-    name, cheap, dear = _operating_point(model)
+    """Set the operating point so that this share of token-layer operations is skipped; returns the share reached."""
+    name, cheapest, costliest = _operating_point(model)
 
     def cost(value: float) -> float:
         setattr(model.method, name, value)
         return 1 - evaluate(model, ids, **options)["tlops_saved"]
 
-    ends = bisected(cost, 1 - saved, cheap, dear, steps=steps)
+    ends = bisected(cost, 1 - saved, cheapest, costliest, steps=steps)
     best = min(ends, key=lambda value: abs(cost(value) - (1 - saved)))
     return 1 - cost(best)
 
 
 def affordable(model: AdaptiveLM, ids: Tensor, allowed: float, steps: int = 8, **options: Any) -> dict[str, Any]:
-    """Turn the operating point as cheap as it gets while the loss stays within (1 + allowed) of that with nothing
-    skipped; returns it, the losses and what is saved. Found by halving, to 1 / 2^steps of its range.
+    """Set the operating point to the cheapest whose loss is at most (1 + allowed) times the loss with nothing skipped;
+    returns the operating point, both losses and the cost saved. Bisection finds it to 1 / 2^steps of its range.
     """
     require(0 <= allowed < 1, f"allowed = {allowed}", "it is a share of the loss, such as 0.005, from 0 to below 1")
-    name, cheap, dear = _operating_point(model)
+    name, cheapest, costliest = _operating_point(model)
 
     def measured(value: float) -> dict[str, Any]:
         setattr(model.method, name, value)
         return evaluate(model, ids, **options)
 
-    full = measured(dear)
-    fits, fails, found = dear, cheap, full
+    full = measured(costliest)
+    fits, fails, found = costliest, cheapest, full
     for _ in range(steps):
         middle = (fits + fails) / 2
         tried = measured(middle)
@@ -115,6 +115,7 @@ def affordable(model: AdaptiveLM, ids: Tensor, allowed: float, steps: int = 8, *
 
 
 def _operating_point(model: AdaptiveLM) -> tuple[str, float, float]:
+    """The router's setting, its cheapest and its costliest value."""
     if model.method.operating_point is None:
         raise DwindleError(f"{type(model.method).__name__} has nothing to turn after training; train it to save more.")
     return model.method.operating_point

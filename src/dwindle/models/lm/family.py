@@ -1,4 +1,4 @@
-"""What saving, loading, cards and commands need to know of language models."""
+"""The entry of language models in the registry: how they are described, loaded, and put on cards and commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison of routers found, drawn from its results."""
+"""Figures of a comparison of routers, drawn from its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = {  # colour and marker
     "MoD": ("C2", "^"),
     "random": ("C3", "v"),
 }
-ROBBED = {
+CONTROLS = {
     "hard": "hard, its own choice",
     "overall": "as many by chance, over all blocks",
     "layer": "as many by chance, per block",
@@ -28,7 +28,7 @@ ROBBED = {
 
 
 def figures(results: Results, allowed: float, title: str) -> dict[str, Figure]:
-    """By name. allowed: the share of the soft loss that skipping may cost."""
+    """The figures by name. allowed: the share by which skipping may raise the soft loss."""
     drawn = {"tradeoff": tradeoff(results, title)}
     if any("sweep" in r for r in results):
         drawn |= {"hard_against_soft": hard_against_soft(results, allowed, title), "controls": controls(results, title)}
@@ -36,18 +36,19 @@ def figures(results: Results, allowed: float, title: str) -> dict[str, Figure]:
 
 
 def _groups(results: Results) -> dict[str, Results]:
-    """Seeds by name, in the order they came."""
+    """The results of all seeds under their common name, in order of appearance."""
     return {name: [r for r in results if r["name"] == name] for name in dict.fromkeys(r["name"] for r in results)}
 
 
 def _swept(results: Results) -> dict[str, Results]:
-    """TSA's, named by lambda."""
+    """The groups of TSA, named by lambda."""
     return {
         f"$\\lambda$ = {name.split()[-1]}": group for name, group in _groups(results).items() if "sweep" in group[0]
     }
 
 
 def _means(group: Results, key: str) -> list[float]:
+    """The mean over seeds of a metric at each tau of the sweep."""
     return [mean(r["sweep"][at][key] for r in group) for at in range(len(group[0]["sweep"]))]
 
 
@@ -71,7 +72,7 @@ def tradeoff(results: Results, title: str) -> Figure:
                 label=kind,
                 zorder=3,
             )
-    low, high = axis.get_ylim()  # of the points: curves leave it where skipping destroys the model
+    low, high = axis.get_ylim()  # limits from the points alone: curves leave them where skipping destroys the model
     right = 100 * max(mean(r["tlops_saved"] for r in group) for group in groups.values())
     for line, (name, group) in zip(("-", "--", ":", "-."), _swept(results).items()):
         saved, losses = [0.0, *_means(group, "tlops_saved")], [mean(r["loss_soft"] for r in group)]
@@ -91,7 +92,7 @@ def tradeoff(results: Results, title: str) -> Figure:
 
 
 def hard_against_soft(results: Results, allowed: float, title: str) -> Figure:
-    """What skipping at tau costs, in percent of the soft loss, and what it saves; rings: the tau compared."""
+    """Two axes over tau: the loss above the soft loss in percent, and TLOps saved; rings mark the tau compared."""
     figure = canvas(10, 4.2, title)
     cost, saved = figure.subplots(1, 2)
     highest = 200 * allowed
@@ -120,12 +121,12 @@ def hard_against_soft(results: Results, allowed: float, title: str) -> Figure:
 
 
 def controls(results: Results, title: str) -> Figure:
-    """TSA at its tau and robbed of its choice, in percent of its soft loss; dots: seeds."""
+    """Bars of the loss of TSA at its tau and of its controls, in percent above the soft loss; dots are seeds."""
     swept = _swept(results)
-    figure = canvas(9, 1.6 + 0.45 * len(ROBBED) * len(swept), title)
+    figure = canvas(9, 1.6 + 0.45 * len(CONTROLS) * len(swept), title)
     axes = figure.subplots(len(swept), 1, squeeze=False, sharex=True)[:, 0]
     for axis, (name, group) in zip(axes, swept.items()):
-        for at, kind in enumerate(ROBBED):
+        for at, kind in enumerate(CONTROLS):
             losses = [r["loss"] if kind == "hard" else r["controls"][kind]["loss"] for r in group]
             above = [100 * (loss / r["loss_soft"] - 1) for loss, r in zip(losses, group)]
             axis.barh(at, mean(above), color="C0" if kind == "hard" else "0.75", height=0.65)
@@ -133,7 +134,7 @@ def controls(results: Results, title: str) -> Figure:
             axis.annotate(
                 f"{mean(above):.2f}", (max(above), at), (5, 0), textcoords="offset points", va="center", size=9
             )
-        axis.set(yticks=range(len(ROBBED)), yticklabels=list(ROBBED.values()))
+        axis.set(yticks=range(len(CONTROLS)), yticklabels=list(CONTROLS.values()))
         axis.invert_yaxis()
         tidy(axis, f"{name}, {100 * mean(r['tlops_saved'] for r in group):.0f}% of TLOps saved", "x")
         axis.margins(x=0.08)

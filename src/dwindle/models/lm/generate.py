@@ -1,4 +1,4 @@
-"""Text from a model, one token after the other, with a cache of keys and values."""
+"""Generation of text, token by token, with a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .execute import AdaptiveLM, Cache, padding
 @dataclass
 class Generated:
     ids: Tensor  # (B, prompt and new tokens)
-    live: Tensor  # (L, B, ...) bool: who ran which block; the last token was not run any more
+    live: Tensor  # (L, B, tokens - 1) bool: which tokens ran which block; the model is not run on the last token
 
 
 @torch.no_grad()
@@ -33,15 +33,16 @@ def generate(
     attention_mask: Tensor | None = None,
     each: Callable[[Tensor], None] | None = None,
 ) -> Generated:
-    """`length` tokens after the prompt (B, n). temperature 0: always the likeliest. each: called with every (B,).
+    """Writes `length` tokens after the prompt (B, n). temperature 0: always the likeliest token. each: called with the
+    new tokens (B,) of every step.
 
-    Once the context is full, its older half is forgotten and the rest read again. attention_mask (B, n): 0 for padding
-    of shorter prompts; those of one length are written together, and new tokens stand behind the widest prompt.
+    Once the context is full, its older half is dropped and the rest is read again. attention_mask (B, n): 0 for padding
+    of shorter prompts; prompts of one length are one batch, and new tokens stand behind the longest prompt.
     """
     if attention_mask is not None:
         require(each is None, "each", "with attention_mask not all sequences are written at once, so leave it out")
-        how = {"temperature": temperature, "top_k": top_k, "seed": seed, "layout": layout}
-        return _by_length(model, prompt, padding(attention_mask, prompt), length, how)
+        options = {"temperature": temperature, "top_k": top_k, "seed": seed, "layout": layout}
+        return _by_length(model, prompt, padding(attention_mask, prompt), length, options)
     require(length >= 1, f"length = {length}", "it must be at least 1")
     require(temperature >= 0, f"temperature = {temperature}", "it must be at least 0")
     require(top_k is None or top_k >= 1, f"top_k = {top_k}", "it must be at least 1")
@@ -75,22 +76,23 @@ def generate(
     return Generated(ids, torch.cat(lives, -1))
 
 
-def _by_length(model: AdaptiveLM, prompt: Tensor, real: Tensor, length: int, how: dict[str, Any]) -> Generated:
+def _by_length(model: AdaptiveLM, prompt: Tensor, real: Tensor, length: int, options: dict[str, Any]) -> Generated:
+    """`generate` for padded prompts, a batch for each length. real: (B, n) bool, False for padding."""
     (count, most), lengths = prompt.shape, real.sum(1)
     new = prompt.new_zeros(count, length)
     live = torch.zeros(model.backbone.shape.blocks, count, most + length - 1, dtype=torch.bool, device=prompt.device)
     for n in lengths.unique().tolist():
         rows = (lengths == n).nonzero()[:, 0]
-        made = generate(model, prompt[rows][real[rows]].view(-1, n), length, **how)
-        new[rows] = made.ids[:, n:]
-        places = real[rows].nonzero()[:, 1].view(-1, n)  # of the prompt's tokens
+        out = generate(model, prompt[rows][real[rows]].view(-1, n), length, **options)
+        new[rows] = out.ids[:, n:]
+        positions = real[rows].nonzero()[:, 1].view(-1, n)  # of the prompt's tokens among the padded
         later = torch.arange(most, most + length - 1, device=prompt.device).expand(len(rows), -1)
-        live[:, rows[:, None], torch.cat([places, later], 1)] = made.live
+        live[:, rows[:, None], torch.cat([positions, later], 1)] = out.live
     return Generated(torch.cat([prompt, new], 1), live)
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """(B,) drawn on the CPU, so that a seed means the same everywhere."""
+    """(B,) tokens drawn from logits (B, V); on the CPU, so that a seed gives the same text on every device."""
     scores = wide(logits)
     if temperature == 0:
         return scores.argmax(-1)

@@ -1,6 +1,6 @@
-"""Hugging Face's causal language models, asked for the parts of their own blocks: GPT-2, Llama, Mistral, Qwen 2 and 3.
+"""Hugging Face's causal language models (GPT-2, Llama, Mistral, Qwen 2 and 3), with their blocks split in parts.
 
-Nothing is hooked or replaced: the model stays as it was, and the loop in execute.py calls its layers.
+Nothing is hooked or replaced: the model stays as it is, and the loop in execute.py calls its layers.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from ...backbones.hf_config import plain_options, rebuilt
 from ...errors import DwindleError, listed
 from ...settings import Above0, AtLeast0, Classes, Depth, Share, Size, Whole0, Whole1, Within, Word
-from .model import LMShape, Turns, check_length, rotate
+from .model import LMShape, Rotary, check_length, rotate
 
 LIKE_LLAMA = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 KINDS = ("GPT2LMHeadModel", *LIKE_LLAMA)
 Context = Annotated[int, Within(1, 1 << 24)]
 
 
-class Turning(TypedDict, total=False):
-    """How a Llama turns positions, under the names of any version of transformers."""
+class RopeOptions(TypedDict, total=False):
+    """Options of a Llama's rotary position embedding, under the names of all supported versions of transformers."""
 
     rope_type: Word
     type: Word
@@ -39,6 +39,8 @@ class Turning(TypedDict, total=False):
 
 
 class Plain(TypedDict, total=False):
+    """The options of a model's config that a checkpoint may hold."""
+
     vocab_size: Classes
     tie_word_embeddings: bool
     initializer_range: AtLeast0
@@ -69,8 +71,8 @@ class Plain(TypedDict, total=False):
     max_position_embeddings: Context
     rms_norm_eps: Above0
     rope_theta: Above0
-    rope_scaling: Turning | None
-    rope_parameters: Turning | None
+    rope_scaling: RopeOptions | None
+    rope_parameters: RopeOptions | None
     pretraining_tp: Whole1
     attention_bias: bool
     attention_dropout: Share
@@ -83,6 +85,8 @@ class Plain(TypedDict, total=False):
 
 
 class GPT2Parts:
+    """A block of GPT-2 in the parts of `model.Block`."""
+
     def __init__(self, block: Any) -> None:
         self.block, self.attn = block, block.attn
         self.heads = block.attn.num_heads
@@ -90,21 +94,21 @@ class GPT2Parts:
     def normed(self, x: Tensor) -> Tensor:
         return self.block.ln_1(x)
 
-    def queries(self, h: Tensor, turns: Turns) -> Tensor:
-        return self._part(h, 0, 1).unflatten(-1, (self.heads, -1))
+    def queries(self, h: Tensor, rotary: Rotary) -> Tensor:
+        return self._project(h, 0, 1).unflatten(-1, (self.heads, -1))
 
-    def keys_values(self, h: Tensor, turns: Turns) -> tuple[Tensor, Tensor]:
-        k, v = (t.unflatten(-1, (self.heads, -1)) for t in self._part(h, 1, 3).chunk(2, -1))
+    def keys_values(self, h: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        k, v = (t.unflatten(-1, (self.heads, -1)) for t in self._project(h, 1, 3).chunk(2, -1))
         return k, v
 
-    def _part(self, h: Tensor, begin: int, end: int) -> Tensor:
-        """Columns of the joint projection: thirds for queries, keys and values."""
+    def _project(self, h: Tensor, begin: int, end: int) -> Tensor:
+        """The thirds `begin` to `end` of the joint projection, which gives queries, keys and values."""
         width, joint = h.shape[-1], self.attn.c_attn
         columns = slice(begin * width, end * width)
         return h @ joint.weight[:, columns] + joint.bias[columns]
 
-    def rest(self, x: Tensor, heard: Tensor) -> Tensor:
-        x = x + self.attn.resid_dropout(self.attn.c_proj(heard))
+    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + self.attn.resid_dropout(self.attn.c_proj(attended))
         return x + self.block.mlp(self.block.ln_2(x))
 
     @property
@@ -113,7 +117,7 @@ class GPT2Parts:
 
 
 class LlamaParts:
-    """Qwen 3 normalises each head's query and key."""
+    """A block of Llama, Mistral or Qwen in the parts of `model.Block`. Qwen 3 normalises each head's query and key."""
 
     def __init__(self, block: Any) -> None:
         self.block, self.attn = block, block.self_attn
@@ -121,12 +125,12 @@ class LlamaParts:
     def normed(self, x: Tensor) -> Tensor:
         return self.block.input_layernorm(x)
 
-    def queries(self, h: Tensor, turns: Turns) -> Tensor:
-        return rotate(self._normed(self._heads(self.attn.q_proj(h)), "q_norm"), turns)
+    def queries(self, h: Tensor, rotary: Rotary) -> Tensor:
+        return rotate(self._normed(self._heads(self.attn.q_proj(h)), "q_norm"), rotary)
 
-    def keys_values(self, h: Tensor, turns: Turns) -> tuple[Tensor, Tensor]:
+    def keys_values(self, h: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         k = self._normed(self._heads(self.attn.k_proj(h)), "k_norm")
-        return rotate(k, turns), self._heads(self.attn.v_proj(h))
+        return rotate(k, rotary), self._heads(self.attn.v_proj(h))
 
     def _normed(self, heads: Tensor, name: str) -> Tensor:
         norm = getattr(self.attn, name, None)
@@ -135,8 +139,8 @@ class LlamaParts:
     def _heads(self, rows: Tensor) -> Tensor:
         return rows.unflatten(-1, (-1, self.attn.head_dim))
 
-    def rest(self, x: Tensor, heard: Tensor) -> Tensor:
-        x = x + self.attn.o_proj(heard)
+    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + self.attn.o_proj(attended)
         return x + self.block.mlp(self.block.post_attention_layernorm(x))
 
     @property
@@ -145,7 +149,7 @@ class LlamaParts:
 
 
 class HFLanguage:
-    """A view of the model; its weights stay where they are."""
+    """A view of a Hugging Face model as `AdaptiveLM` asks for it; the weights stay in the model."""
 
     family = "hf_lm"
 
@@ -182,12 +186,12 @@ class HFLanguage:
         places = torch.arange(begin, begin + ids_BN.shape[1], device=ids_BN.device)
         return tower.drop(tower.wte(ids_BN) + tower.wpe(places))
 
-    def turns(self, count: int, begin: int = 0) -> Turns:
+    def rotary(self, count: int, begin: int = 0) -> Rotary:
         if self.gpt2:
             return ()
         weight = self.lm.model.embed_tokens.weight
         places = torch.arange(begin, begin + count, device=weight.device)[None]
-        half = self.blocks[0].attn.head_dim // 2  # the family holds every angle twice
+        half = self.blocks[0].attn.head_dim // 2  # Llama's tables hold every angle twice
         return tuple(t[0, :, :half] for t in self.lm.model.rotary_emb(weight, places))
 
     def readout(self, x: Tensor) -> Tensor:
@@ -195,8 +199,8 @@ class HFLanguage:
 
     @property
     def _context(self) -> int:
-        """As far as all tokens see all before them: a window that slides begins to forget beyond its size."""
-        window = getattr(self.lm.config, "sliding_window", None)  # Qwen's is None where it is not used
+        """The longest context in which every token sees all tokens before it: a sliding window hides older ones."""
+        window = getattr(self.lm.config, "sliding_window", None)  # of Qwen None where the model does not use it
         return min(self.lm.config.max_position_embeddings, window or self.lm.config.max_position_embeddings)
 
     @property
@@ -223,4 +227,5 @@ class HFLanguage:
 
 
 def rebuild(described: dict[str, Any]) -> nn.Module:
+    """The model that `describe` described, without its weights."""
     return rebuilt(described, KINDS, Plain)

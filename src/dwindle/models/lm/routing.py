@@ -1,6 +1,6 @@
-"""Who runs which block: `Router`, what it says of a block, and what TSA is measured against.
+"""Which tokens run which block: the base class `Router`, its verdict `Gate`, and the routers that TSA is compared with.
 
-A router speaks before a block, from the stream as it is then. (B, N) is B sequences of N tokens.
+A router decides before a block, from the stream at that depth. (B, N) is B sequences of N tokens.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ Keys = Literal["offered", "withheld"]
 
 @dataclass(frozen=True)
 class Gate:
-    """One block's outcome: x + scale * (block(x) - x), with scale = p for those that run and 0 for those that skip."""
+    """A router's verdict on one block: x + scale * (block(x) - x), scale = p for tokens that run, 0 for the others."""
 
     p: Tensor  # (B, N)
-    keep: Tensor  # (B, N) bool: who runs
-    keys: str = "offered"  # 'withheld': who skips is nobody's key, and a key counts as much as its token runs
+    keep: Tensor  # (B, N) bool: which tokens run
+    # 'offered': all tokens are keys; 'withheld': only those that run, each with its scale as weight.
+    keys: str = "offered"
     record: dict[str, Tensor] = field(default_factory=dict)  # values for the trace
     exit: Tensor | None = None  # (B, N, V): logits read before the block
-    whole: bool = False  # withheld or not at all: a key of who runs counts fully
+    full_weight: bool = False  # with withheld keys: the key of a token that runs has weight 1, not p
 
     @property
     def scale(self) -> Tensor:
@@ -41,32 +42,33 @@ class Gate:
 
     @property
     def weight(self) -> Tensor | None:
-        """(B, N) what keys count; None: all the same."""
+        """(B, N): the weight of each key in attention; None: all 1."""
         if self.keys == "offered":
             return None
-        return self.keep.to(self.p.dtype) if self.whole else self.scale
+        return self.keep.to(self.p.dtype) if self.full_weight else self.scale
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What a router may look at, just before a block."""
+class RouterInput:
+    """What a router is given before a block."""
 
     depth: int  # of the block, from 0
     x: Tensor  # (B, N, D): the stream
-    before: Gate | None  # the verdicts on the block before
-    read: Callable[[Tensor], Tensor]  # the logits a stream would give now
-    at: int = 0  # position of the first token
+    previous: Gate | None  # the gate of the block before
+    readout: Callable[[Tensor], Tensor]  # the model's read-out: a stream to logits
+    position: int = 0  # of the first token
 
 
 class Router(nn.Module):
-    """Constructor arguments are the configuration, kept under their own names and held to their annotations."""
+    """Base class of routers. Constructor arguments are the configuration: each is an attribute of the same name, and
+    is checked against its annotation."""
 
     registry: ClassVar[dict[str, type[Router]]] = {}
     paper: ClassVar[str] = ""
-    # What sets the cost after training, its cheapest and its dearest value.
+    # The setting that moves the cost after training: (name, cheapest value, costliest value).
     operating_point: ClassVar[tuple[str, float, float] | None] = None
     keys: str = "offered"
-    looks_ahead: ClassVar[bool] = False  # whether training decides from a whole sequence at once
+    looks_ahead: ClassVar[bool] = False  # whether decisions in training depend on later tokens
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -79,30 +81,32 @@ class Router(nn.Module):
         return settings(self)
 
     def bind(self, shape: LMShape) -> None:
-        """Called once, when the model is known."""
+        """Build what depends on the model's shape; called once."""
         self.shape = shape
 
-    def gate(self, now: Moment) -> Gate | None:
-        """Before a block; None: all run it as they are."""
+    def gate(self, inputs: RouterInput) -> Gate | None:
+        """The verdict on the next block; None: all tokens run it, with scale 1."""
         return None
 
     def compile_parts(self, training: bool) -> None:
-        """Compile what decisions are made with, while training or otherwise: other sizes and modes are other code."""
+        """Compile the modules that decide, for training or for evaluation: each mode has code of its own."""
 
     def losses(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
+        """The router's own loss terms, unweighted."""
         return {}
 
     @property
     def loss_weights(self) -> dict[str, float]:
+        """The weight of each loss term; "task", if left out, has weight 1."""
         return {}
 
     def macs(self, depth: int) -> int:
-        """Multiply-accumulates of the decision before block `depth`, per token that it is made for."""
+        """Multiply-accumulates of the decision before block `depth`, for one token."""
         return 0
 
 
 class Static(Router):
-    """Every token runs every block: the model alone."""
+    """Every token runs every block: the model without a router."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,8 +115,8 @@ class Static(Router):
 class EarlyExit(Router):
     """A token stops for good once its prediction is sure: highest probability >= threshold, read after every block.
 
-    While training all run, and the task loss is the mean over the answers at all depths. A token that stopped goes on
-    offering keys and values, from the state it stopped with.
+    In training all tokens run, and the task loss is the mean over the answers at all depths. A token that stopped is
+    still a key to later tokens, with the state it stopped with.
     """
 
     paper = "Elbayad et al., Depth-Adaptive Transformer, ICLR 2020; the copied states are theirs"
@@ -122,20 +126,20 @@ class EarlyExit(Router):
         super().__init__()
         self.threshold = threshold
 
-    def gate(self, now: Moment) -> Gate | None:
-        if now.depth == 0:
+    def gate(self, inputs: RouterInput) -> Gate | None:
+        if inputs.depth == 0:
             return None
-        logits = now.read(now.x)
+        logits = inputs.readout(inputs.x)
         sure = wide(logits).softmax(-1).amax(-1).detach()  # (B, N)
         keep = torch.ones_like(sure, dtype=torch.bool)
         if not self.training:
             keep = (sure < self.threshold) | (self.threshold >= 1)
-            keep = keep if now.before is None else keep & now.before.keep
+            keep = keep if inputs.previous is None else keep & inputs.previous.keep
         return Gate(torch.ones_like(sure), keep, record={"p": sure}, exit=logits)
 
     def losses(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
-        each = [F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) for logits in out.exits]
-        return {"exits": torch.stack(each).mean()}
+        losses = [F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) for logits in out.exits]
+        return {"exits": torch.stack(losses).mean()}
 
     @property
     def loss_weights(self) -> dict[str, float]:
@@ -143,17 +147,17 @@ class EarlyExit(Router):
         return {"task": 1 / (exits + 1), "exits": exits / (exits + 1)}
 
     def macs(self, depth: int) -> int:
-        # Who has stopped is not asked again, but cost.py counts a decision for all tokens: the dearer reading.
+        # A token that stopped needs no decision, but cost.py counts one for every token: an upper bound.
         return self.shape.read_macs if depth else 0
 
 
 class MoD(Router):
-    """Mixture-of-Depths: in every second block the `capacity` share of a sequence's tokens with the highest scores.
+    """Mixture-of-Depths: every second block is run by the `capacity` share of a sequence's tokens with the best scores.
 
-    Choosing the best of a whole sequence looks at later tokens, which generation does not have. As in the paper (3.5),
-    training chooses so and teaches the score to say by itself whether it will be chosen (a cross-entropy of
-    sigmoid(score), its gradient kept from the stream); evaluation and generation run a token where
-    sigmoid(score) >= tau, which looks at this token alone. What skips is nobody's key.
+    The best of a whole sequence depend on later tokens, which generation does not have. As in the paper (3.5), training
+    chooses them, and a second output learns to predict the choice from the token alone (`guess`, by binary
+    cross-entropy, without a gradient to the stream). In evaluation and generation a token runs where
+    sigmoid(guess) >= tau. A token that skips is no key.
     """
 
     paper = "Raposo et al., Mixture-of-Depths, arXiv 2404.02258"
@@ -171,10 +175,10 @@ class MoD(Router):
         for parameter in self.scores.parameters():
             nn.init.normal_(parameter, std=0.02 * (parameter.dim() > 1))
 
-    def gate(self, now: Moment) -> Gate | None:
-        if now.depth % self.every != self.every - 1:
+    def gate(self, inputs: RouterInput) -> Gate | None:
+        if inputs.depth % self.every != self.every - 1:
             return None
-        layer, x = self.scores[now.depth // self.every], now.x
+        layer, x = self.scores[inputs.depth // self.every], inputs.x
         score = wide(layer(F.layer_norm(x, x.shape[-1:])))[..., 0]
         guess = wide(layer(F.layer_norm(x.detach(), x.shape[-1:])))[..., 1]
         if self.training:
@@ -182,14 +186,15 @@ class MoD(Router):
             keep = torch.zeros_like(score, dtype=torch.bool).scatter(1, best, True)
         else:
             keep = guess.sigmoid() >= self.tau
-        return Gate(score.sigmoid(), keep, "withheld", {"p": guess.sigmoid(), "guess": guess}, whole=True)
+        return Gate(score.sigmoid(), keep, "withheld", {"p": guess.sigmoid(), "guess": guess}, full_weight=True)
 
     def losses(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
-        asked = [i for i, values in enumerate(out.trace.values) if "guess" in values]
-        each = [
-            F.binary_cross_entropy_with_logits(out.trace.values[i]["guess"], out.trace.live[i].float()) for i in asked
+        losses = [
+            F.binary_cross_entropy_with_logits(values["guess"], live.float())
+            for values, live in zip(out.trace.values, out.trace.live)
+            if "guess" in values
         ]
-        return {"guess": torch.stack(each).mean()}
+        return {"guess": torch.stack(losses).mean()}
 
     @property
     def loss_weights(self) -> dict[str, float]:
@@ -200,10 +205,11 @@ class MoD(Router):
 
 
 class Random(Router):
-    """Tokens skip by chance, as often in each block as `rates` say: what routing must be better than.
+    """Tokens skip by chance, each block with its own rate: the baseline that a router must beat.
 
-    Drawn anew at every training step; in evaluation a fixed draw for each block and position, so that a sequence's
-    result depends on nothing but itself and generation meets the same decisions.
+    rates: the share that skips, one for all blocks but the first or one for each. Every training step draws anew; in
+    evaluation the draw of a block and position is fixed, so that a sequence's result does not depend on its batch, and
+    generation makes the same decisions.
     """
 
     drawn: Tensor
@@ -220,26 +226,25 @@ class Random(Router):
         drawn = torch.rand(shape.blocks, shape.context, generator=generator)
         self.register_buffer("drawn", drawn, persistent=False)
 
-    def gate(self, now: Moment) -> Gate | None:
-        depth, x = now.depth, now.x
+    def gate(self, inputs: RouterInput) -> Gate | None:
+        depth, x = inputs.depth, inputs.x
         rate = self.rates[depth] if len(self.rates) > 1 else self.rates[0] * (depth > 0)
         if rate == 0:
             return None
         drawn = (
             torch.rand(x.shape[:2], device=x.device)
             if self.training
-            else self.drawn[depth, now.at : now.at + x.shape[1]]
+            else self.drawn[depth, inputs.position : inputs.position + x.shape[1]]
         )
         keep = (drawn >= rate).expand(x.shape[:2])
         return Gate(torch.ones(x.shape[:2], device=x.device), keep, self.keys)
 
 
 class Control(Router):
-    """A trained router robbed of its choice, to see what the choice is worth.
+    """A trained router without its choice of tokens, which shows what the choice is worth.
 
-    kind: 'mean', every token's update is scaled by the block's mean p, and none skips; 'layer', as many tokens skip in
-    each block as the router lets skip there (`rates`), drawn by chance; 'overall', the same number spread over all
-    gated blocks alike.
+    kind: 'mean': every token's update is scaled by the block's mean p, and none skips; 'layer': each block skips at the
+    router's own rate (`rates`), but for tokens drawn by chance; 'overall': all gated blocks skip at the mean rate.
     """
 
     def __init__(
@@ -253,8 +258,8 @@ class Control(Router):
         self.router, self.kind, self.rates, self.means = router, kind, rates, means
         self.keys, self.shape = router.keys, router.shape
 
-    def gate(self, now: Moment) -> Gate | None:
-        gate, depth = self.router.gate(now), now.depth
+    def gate(self, inputs: RouterInput) -> Gate | None:
+        gate, depth = self.router.gate(inputs), inputs.depth
         if gate is None:
             return None
         if self.kind == "mean":

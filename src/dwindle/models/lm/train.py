@@ -1,4 +1,4 @@
-"""Training a language model: its recipe, and what a batch teaches it."""
+"""Training of a language model with its router: the recipe, and the learner."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from ...tasks.language import Language
 from ...train.learner import Learner
 from ...train.recipe import Training, made
 from ...train.schedule import cosine
+from .difficulty import unskipped
 from .evaluate import affordable, evaluate
 from .execute import AdaptiveLM, adapt_lm
 from .load import load_lm
 from .model import CharLM, LMSize
 from .routing import Router
-from .tsa import TSA, softly
+from .tsa import TSA
 
 
 @dataclass
 class LMRecipe(Training):
-    """Defaults are nanoGPT's for a character model of the paper's kind."""
+    """What a training run depends on. The defaults are nanoGPT's for character models."""
 
     task: str = "language"
     data: str = "shakespeare"
@@ -37,8 +38,8 @@ class LMRecipe(Training):
     context: Whole1 = 256
     dropout: Annotated[float, Within(0, 1, under=True)] = 0.2
     method: str = "TSA"
-    weights: str | None = None  # a checkpoint: its language model, which has its own sizes, with a router that is new
-    freeze_backbone: bool = False  # only the router learns
+    weights: str | None = None  # a checkpoint whose language model, at its own sizes, gets a new router
+    freeze_backbone: bool = False  # train the router alone
 
     steps: Whole1 = 5000
     batch: Batch = 64
@@ -47,11 +48,11 @@ class LMRecipe(Training):
     warmup: Whole0 = 100  # steps
     weight_decay: AtLeast0 = 0.1
     beta2: Annotated[float, Within(0, 1, under=True)] = 0.99
-    compile: bool | None = None  # compile the blocks; on a GPU also record the step as a CUDA graph. None: on a GPU
-    eval_every: Whole1 = 500  # steps; a checkpoint is written with it, so it is what a kill may cost
+    compile: bool | None = None  # compile the blocks, and on a GPU record the step as a CUDA graph; None: only on a GPU
+    eval_every: Whole1 = 500  # steps; a checkpoint is written as often
     eval_windows: Whole1 | None = None  # of the validation text; None: all
-    # After training the operating point becomes the cheapest whose loss on training text is at most this share above
-    # that with nothing skipped; None: as the router was given it.
+    # After training the operating point is set to the cheapest whose loss on training text is at most this share above
+    # the loss with nothing skipped. None: the operating point stays as configured.
     allowed: Annotated[float, Within(0, 1, under=True)] | None = None
 
     def check(self) -> None:
@@ -78,7 +79,7 @@ class LMRecipe(Training):
 
 
 class LMLearner(Learner):
-    """A transformer from its recipe, and the router that says which tokens run which block."""
+    """Trains a language model with a router, or a router for a trained language model."""
 
     recipe: LMRecipe
     task: Language
@@ -89,29 +90,29 @@ class LMLearner(Learner):
 
     def __init__(self, recipe: LMRecipe, task: Language, device: torch.device) -> None:
         super().__init__(recipe, task, device)
-        lm = recipe.make_lm(task.outputs) if recipe.weights is None else self._begun(recipe.weights)
+        lm = recipe.make_lm(task.outputs) if recipe.weights is None else self._loaded_lm(recipe.weights)
         self.model = adapt_lm(lm.requires_grad_(not recipe.freeze_backbone), recipe.make_router()).to(device)
         self.recording = device.type == "cuda" and recipe.compile is not False
 
-    def _begun(self, weights: str) -> Any:
-        """The language model of a checkpoint, which must know the text and be as long."""
-        given = load_lm(weights)
-        shape, known = given.backbone.shape, self.task.outputs
+    def _loaded_lm(self, weights: str) -> Any:
+        """The language model of a checkpoint; refused unless it has the text's vocabulary and a long enough context."""
+        loaded = load_lm(weights)
+        shape, known = loaded.backbone.shape, self.task.outputs
         for fits, name, own in (
             (shape.vocabulary == known, "vocabulary", f"the text has {known}"),
             (shape.context >= self.recipe.context, "context", f"the recipe asks for {self.recipe.context}"),
         ):
             require(fits, f"weights = {weights}", f"its {name} is {getattr(shape, name)}, and {own}")
-        return given.lm.train()
+        return loaded.lm.train()
 
     @property
     def name(self) -> str:
         return type(self.model.method).__name__
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Matrices decay; norms and biases do not."""
-        learns = [p for p in self.model.parameters() if p.requires_grad]
-        matrices, others = [p for p in learns if p.dim() > 1], [p for p in learns if p.dim() <= 1]
+        """Parameter groups of the optimizer: weight decay for matrices, none for norms and biases."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
         return [{"params": matrices, "weight_decay": self.recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
 
     def worth_compiling(self) -> bool:
@@ -122,7 +123,7 @@ class LMLearner(Learner):
         self.model.compile_training()
 
     def rate(self, step: int, group: dict[str, Any]) -> float:
-        """Linear warm-up, then a cosine down to min_lr."""
+        """The learning rate: linear warm-up, then a cosine to min_lr."""
         recipe = self.recipe
         if step < recipe.warmup:
             return recipe.lr * (step + 1) / recipe.warmup
@@ -135,10 +136,11 @@ class LMLearner(Learner):
         if self.recipe.allowed is not None:
             text = self.task.text
             for model in models:
-                seen = text.train[: len(text.val)]
-                affordable(model, seen, self.recipe.allowed, **self._asked())
+                known = text.train[: len(text.val)]
+                affordable(model, known, self.recipe.allowed, **self._eval_options())
 
-    def _asked(self) -> dict[str, Any]:
+    def _eval_options(self) -> dict[str, Any]:
+        """Options of `evaluate.evaluate` that the recipe sets."""
         recipe, gpu = self.recipe, self.device.type == "cuda"
         options: dict[str, Any] = {
             "context": recipe.context,
@@ -152,12 +154,12 @@ class LMLearner(Learner):
         return {"train_tokens_per_s": round(steps * self.recipe.batch * self.recipe.context / seconds)}
 
     def evaluate(self, model: AdaptiveLM, **options: Any) -> dict[str, float]:
-        """On the validation text, executed hard; `loss_soft` with every update computed, as in training."""
+        """Metrics on the validation text with skipping; `loss_soft`, of TSA, is the loss with every update computed."""
         text = self.task.text
-        options |= self._asked()
+        options |= self._eval_options()
         found = evaluate(model, text.val, **options)
         numbers = {name: found[name] for name in ("loss", "bpc", "tlops_saved", "macs_saved")}
         if isinstance(model.method, TSA):
-            with softly(model.method):
+            with unskipped(model):
                 numbers["loss_soft"] = evaluate(model, text.val, layout="masked", **options)["loss"]
         return numbers

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,17 +12,17 @@ from torch import Tensor, nn
 from ...core.method import require, wide
 from ...settings import AtLeast0, Share, Size
 from .model import LMShape
-from .routing import Gate, Keys, Moment, Router
+from .routing import Gate, Keys, Router, RouterInput
 
 if TYPE_CHECKING:
     from .execute import LMOutput
 
 
 class TSA(Router):
-    """p = sigmoid(MLP(x)) for every token before every block but the first; x + p f(x); skipped where p < tau.
+    """A gate p = sigmoid(MLP(x)) for every token before every block but the first; x + p f(x), skipped where p < tau.
 
-    Training is soft: every update is computed and scaled. Hard execution leaves out those with p < tau and scales the
-    others as in training, so that tau = 0 is exactly the soft model and the only change is what is left out.
+    Training is soft: every update is computed and scaled. Hard execution skips the updates with p < tau and scales the
+    others as in training, so that tau = 0 is exactly the soft model.
     """
 
     paper = "Adaptive Computation Depth via Learned Token Routing in Transformers, 2026"
@@ -37,28 +36,29 @@ class TSA(Router):
         hidden: Size | None = None,
         open: float = 2.0,
     ) -> None:
-        """penalty: lambda, of the mean p; 0: the task loss alone. tau: the default costs less than 0.5% of the loss
-        wherever it was measured; `evaluate.affordable` finds a model's own. keys: whether a token that skips is still a
-        key to others. hidden: of the MLP; None: a quarter of the width, which with gates between L = 6 blocks is the
-        paper's 1.7% of parameters. open: the gates' bias at the start, p = sigmoid(open)."""
+        """penalty: lambda, the weight of the mean p in the loss. tau: the default raised the loss by less than 0.5%
+        wherever it was measured; `evaluate.affordable` finds one for a model. keys: 'offered': a token that skips is
+        still a key to others; 'withheld': it is not. hidden: neurons of the MLP; None: a quarter of the width, which
+        with L = 6 blocks gives the paper's 1.7% of parameters. open: the gates' bias at the start, p = sigmoid(open).
+        """
         super().__init__()
         self.penalty, self.tau, self.keys, self.hidden, self.open = penalty, tau, keys, hidden, open
-        self.asked: dict[bool, Callable[[nn.Module, Tensor], Tensor]] = {}  # compiled, by whether it is for training
+        self.compiled: dict[bool, Callable[[nn.Module, Tensor], Tensor]] = {}  # `_probability`, by training mode
 
     def bind(self, shape: LMShape) -> None:
         super().bind(shape)
         require(shape.blocks >= 2, f"blocks = {shape.blocks}", "all tokens run the first, so TSA needs at least 2")
         self.gates = nn.ModuleList(_gate(shape.width, self._hidden, self.open) for _ in range(shape.blocks - 1))
 
-    def gate(self, now: Moment) -> Gate | None:
-        if now.depth == 0:  # an embedding knows nothing of its context: there is nothing to decide by
+    def gate(self, inputs: RouterInput) -> Gate | None:
+        if inputs.depth == 0:  # an embedding holds nothing of its context to decide by
             return None
-        p = self.asked.get(self.training, _probability)(self.gates[now.depth - 1], now.x)
+        p = self.compiled.get(self.training, _probability)(self.gates[inputs.depth - 1], inputs.x)
         keep = torch.ones_like(p, dtype=torch.bool) if self.training else p >= self.tau
         return Gate(p, keep, self.keys, {"p": p})
 
     def compile_parts(self, training: bool) -> None:
-        self.asked[training] = torch.compile(_probability)
+        self.compiled[training] = torch.compile(_probability)
 
     def losses(self, out: LMOutput, targets: Tensor) -> dict[str, Tensor]:
         p = torch.stack([values["p"] for values in out.trace.values[1:]])  # (L - 1, B, N)
@@ -79,7 +79,7 @@ class TSA(Router):
 
 
 def _probability(gate: nn.Module, x: Tensor) -> Tensor:
-    """(B, N). The stream grows with depth; the gate reads its direction."""
+    """(B, N) gates. The norm of the stream grows with depth, so the gate is given the stream normalised."""
     return wide(gate(F.layer_norm(x, x.shape[-1:]))[..., 0]).sigmoid()
 
 
@@ -89,13 +89,3 @@ def _gate(width: int, hidden: int, open: float) -> nn.Module:
         nn.init.normal_(layer.weight, std=0.02)
         nn.init.constant_(layer.bias, bias)
     return nn.Sequential(first, nn.GELU(), last)
-
-
-@contextmanager
-def softly(router: TSA) -> Iterator[None]:
-    """tau = 0 for a while: nothing is skipped, everything is scaled."""
-    tau, router.tau = router.tau, 0.0
-    try:
-        yield
-    finally:
-        router.tau = tau

@@ -1,4 +1,4 @@
-"""A page of text coloured by how many blocks each character ran. It stands by itself: nothing is fetched."""
+"""An HTML page of text coloured by how many blocks each character ran. It loads no other file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...show.figures import SHELL, STYLE, table
 from .execute import AdaptiveLM
 from .load import vocabulary_of
 
-MOST = 4000  # characters on a page
+MOST_CHARACTERS = 4000  # on a page
 CSS = """
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font: .95rem/1.9 ui-monospace, monospace; background: #fff;
   border: 1px solid var(--line); border-radius: .5rem; padding: .8rem; color: #000; }
@@ -30,7 +30,7 @@ CSS = """
 @torch.inference_mode()
 def page(model: AdaptiveLM, ids: Tensor, out: str | os.PathLike, title: str, device: str = "cpu") -> dict[str, Any]:
     """Write `out`/index.html for a text (N,); returns its path and the numbers on it."""
-    ids = ids[:MOST].long()
+    ids = ids[:MOST_CHARACTERS].long()
     if not len(ids):
         raise DwindleError(f"'{title}' holds no text to look at; give some.")
     model, context = model.eval().to(device), model.backbone.shape.context
@@ -51,7 +51,7 @@ def page(model: AdaptiveLM, ids: Tensor, out: str | os.PathLike, title: str, dev
     shades = _shades(blocks)
     key = "".join(f'<span style="{style}">{n}</span>' for n, style in enumerate(shades) if n)
     spans = "".join(
-        f'<span style="{shades[int(d)]}" title="{_told(live[:, i])}">{escape(piece)}</span>'
+        f'<span style="{shades[int(d)]}" title="{_tooltip(live[:, i])}">{escape(piece)}</span>'
         for i, (piece, d) in enumerate(zip(pieces, depth))
     )
     body = [
@@ -74,7 +74,7 @@ def page(model: AdaptiveLM, ids: Tensor, out: str | os.PathLike, title: str, dev
 
 
 def _shades(blocks: int) -> list[str]:
-    """CSS for every depth from 0: the depths' colours in all figures, under ink that can be read on them."""
+    """CSS for every depth from 0: the background is the depth's colour in all figures, the ink is readable on it."""
     styles = []
     for red, green, blue, _ in depth_colours(blocks).to_rgba(np.arange(blocks + 1)):
         ink = "#000" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.45 else "#fff"
@@ -82,12 +82,14 @@ def _shades(blocks: int) -> list[str]:
     return styles
 
 
-def _told(live_L: Tensor) -> str:
+def _tooltip(live_L: Tensor) -> str:
+    """Which blocks a character skipped."""
     skipped = [str(i + 1) for i, ran in enumerate(live_L.tolist()) if not ran]
     return f"skipped {', '.join(skipped)}" if skipped else "ran all"
 
 
 def _kinds(pieces: list[str]) -> dict[str, Tensor]:
+    """(n,) bool for each kind of character: which pieces are of it."""
     kinds = {
         "small letter": [p.islower() for p in pieces],
         "capital": [p.isupper() for p in pieces],
