@@ -94,7 +94,7 @@ def bench(
     model: Annotated[str, typer.Argument(help="A checkpoint.")],
     batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
     fraction: Annotated[
-        str, typer.Option(help="Shares of token-blocks computed, by forced random exit depths.")
+        str, typer.Option(help="Shares of token-blocks computed, drawn at random.")
     ] = "1.0,0.67,0.52",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     seconds: Seconds = 4.0,
