@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -12,6 +10,7 @@ from ..core.method import Method, Verdict
 from ..core.tokens import Probe, Tokens
 from ..ops.merging import Merge
 from ..settings import Budget, Seed, Share, Stages
+from .attended import Merging
 from .keeping import KeepsShare
 
 PRIME = 2147483629  # below 2^31, so that products of two remainders fit into 64 bits
@@ -33,7 +32,7 @@ class Random(KeepsShare, Method):
         stages: Stages = (4, 7, 10),
         keep: Share = 0.7,
         budget: Budget = None,
-        merge: Literal["none", "nearest"] = "none",
+        merge: Merging = "none",
         seed: Seed = 0,
     ) -> None:
         """

@@ -1,4 +1,4 @@
-"""The rule by which EViT picks tokens: Expediting Vision Transformers via Token Reorganizations (Liang et al., 2022)."""
+"""EViT's rule for picking tokens: Expediting Vision Transformers via Token Reorganizations (Liang et al., 2022)."""
 
 from __future__ import annotations
 
