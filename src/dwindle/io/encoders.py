@@ -1,4 +1,4 @@
-"""Open a vision transformer by name: a timm model, a Hugging Face folder or a checkpoint. Code in a folder is not run."""
+"""Open a vision transformer by name: timm's, a Hugging Face folder or a checkpoint. A folder's own code never runs."""
 
 from __future__ import annotations
 
