@@ -119,7 +119,7 @@ class AHT(Method):
         self.stages = tuple(sorted(set(stages)))
         self.threshold, self.budget, self.sigma = float(threshold), budget, sigma
         self.lambda_p, self.lambda_t, self.hidden, self.merge = lambda_p, lambda_t, hidden, merge
-        self.relative = budget is not None  # a compiled step reads this; it would be specialised to the budget's value
+        self.relative = budget is not None  # a step that read `budget` would be compiled for its value alone
         self.neuron = supervisor.neuron
         self.gamma = nn.Parameter(torch.tensor(float(supervisor.gamma)))
         self.beta = nn.Parameter(torch.tensor(float(supervisor.beta)))
