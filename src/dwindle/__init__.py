@@ -1,4 +1,4 @@
-"""Dwindle: a plain vision transformer in, one whose tokens stop being computed when they are done out."""
+"""Dwindle makes a plain vision transformer adaptive: tokens stop being computed when they are done."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A network of its own is imported when first asked for."""
+    """Import AdaPerceiver, a network of its own, when it is first used."""
     if name == "AdaPerceiver":
         return import_module(".models.adaperceiver", __name__).AdaPerceiver
     raise AttributeError(f"module 'dwindle' has no attribute '{name}'")

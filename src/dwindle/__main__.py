@@ -1,4 +1,4 @@
-"""`python -m dwindle`, and `torchrun --nproc-per-node 2 -m dwindle train ...`."""
+"""Run the command line: `python -m dwindle`, or `torchrun --nproc-per-node 2 -m dwindle train ...`."""
 
 import sys
 

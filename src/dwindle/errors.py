@@ -1,4 +1,4 @@
-"""What a user did that cannot work, said in one sentence: what was given, what was expected, what to do."""
+"""Errors that a user can mend. Each is one sentence: what was given, what was expected, what to do."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class DwindleError(ValueError):
 
 
 def brief(value: Any) -> str:
-    """Any value in a few words, however large or deep it is."""
+    """A short representation of any value, however large or deeply nested it is."""
     try:
         return _short.repr(value)
-    except ValueError:  # an int of more digits than Python writes
+    except ValueError:  # an int with more digits than Python converts to text
         return f"one {type(value).__name__} of very many digits"
 
 
 def unknown(kind: str, given: Any, known: Iterable[str], hint: str = "") -> DwindleError:
-    """An unknown name, with the nearest known one suggested."""
+    """The error for an unknown name, which suggests the nearest known name. hint: what to do."""
     known, name = sorted(known), printable(str(given))
     close = difflib.get_close_matches(name.lower(), [k.lower() for k in known], n=1, cutoff=0.5)
     guess = next((k for k in known if close and k.lower() == close[0]), None)
@@ -33,7 +33,7 @@ def unknown(kind: str, given: Any, known: Iterable[str], hint: str = "") -> Dwin
     return DwindleError(f"Unknown {kind} '{name}'{nearest}{listing}{'; ' + hint if hint else ''}.")
 
 
-EXTRAS = {  # which of pyproject.toml brings a package, by the name it is imported under
+EXTRAS = {  # the extra in pyproject.toml that installs a package, by the package's import name
     **dict.fromkeys(("typer", "rich"), "cli"),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "httptools", "prometheus_client"), "serve"),
     **dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "onnx"),
@@ -44,7 +44,7 @@ EXTRAS = {  # which of pyproject.toml brings a package, by the name it is import
 
 
 def missing(error: ImportError) -> DwindleError:
-    """The sentence that names the extra which brings a package. What no extra brings is raised as it came."""
+    """The error that names the extra to install for a missing package. If no extra has it, `error` itself is raised."""
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         raise error
@@ -54,12 +54,12 @@ def missing(error: ImportError) -> DwindleError:
 
 
 def printable(name: str, most: int = 200) -> str:
-    """Text of anywhere, as one line that can be printed and stored."""
+    """Text from any source as one line that can be printed and stored, cut to `most` characters."""
     cut = name if len(name) <= most else name[:most] + "..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
 def listed(words: Iterable[str], last: str = "or") -> str:
-    """'a, b or c'."""
+    """The words as a list in a sentence: 'a, b or c'."""
     *most, end = words
     return f"{', '.join(most)} {last} {end}" if most else end

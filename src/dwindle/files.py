@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, also when the process is killed; folders that one process writes to; names."""
+"""Writing files and folders so that they appear whole or not at all, even if the process is killed; locks; names."""
 
 from __future__ import annotations
 
@@ -22,38 +22,41 @@ try:
 except ImportError:  # not a Unix: nothing is locked
     fcntl = None  # type: ignore[assignment]
 
-SCRATCH = re.compile(r"\.[0-9a-f]{32}\.tmp")
-LOCK = "lock"  # in a scratch folder: held by who writes there, so that others know whether he lives
-_held: set[int] = set()  # open locks of this process
+SCRATCH = re.compile(r"\.[0-9a-f]{32}\.tmp")  # names of scratch folders
+LOCK = "lock"  # a file in each scratch folder; the process that writes there locks it, which shows that it is alive
+_locked: set[int] = set()  # file descriptors that this process has locked
 
 
 def shown(name: str) -> str:
-    """A file's name as text that can be printed and stored: bytes that are no UTF-8 by their value."""
+    """A file's name as text that can be printed and stored; bytes that are no UTF-8 are written as escapes."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def packaged(*parts: str) -> Path:
-    """What comes with the package."""
+    """The path of a file or folder that comes with the package."""
     return Path(str(files("dwindle"))).joinpath(*parts)
 
 
 def photographs() -> list[Path]:
-    """Those that come with the package."""
+    """The paths of the photographs that come with the package."""
     return sorted(packaged("assets", "photos").glob("*.jpg"))
 
 
 def check_folder(out: Path, option: str = "--out") -> None:
-    """That results can go there; best asked before the work."""
-    there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise DwindleError(f"'{out}' cannot be a folder, '{there}' is a file; choose another {option}.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise DwindleError(f"'{there}' cannot be written to by this user; choose another {option}.")
+    """Refuse a folder that results cannot be written to; to be called before the work. option: its name in errors."""
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise DwindleError(f"'{out}' cannot be a folder, '{existing}' is a file; choose another {option}.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise DwindleError(f"'{existing}' cannot be written to by this user; choose another {option}.")
 
 
 def lock(path: Path, trusting: bool = True) -> int | None:
-    """The file, open and locked by this process until it gives it back or ends, however it ends; None: another has it,
-    or it is gone. trusting: take it, too, where the file system knows no locks."""
+    """Open and lock a file, until `unlock` or the end of the process, however it ends. Returns its descriptor; None if
+    another process holds the lock, or if the file is gone.
+
+    trusting: where the file system has no locks, count the file as locked by this process.
+    """
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except FileNotFoundError:
@@ -62,36 +65,37 @@ def lock(path: Path, trusting: bool = True) -> int | None:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         free = os.path.samestat(os.fstat(file), path.stat()) and (trusting or fcntl is not None)
-    except (BlockingIOError, FileNotFoundError):  # somebody holds it, or did and took it away
+    except (BlockingIOError, FileNotFoundError):  # another process holds the lock, or has removed the file
         free = False
     except OSError:
         free = trusting
     if not free:
         os.close(file)
         return None
-    _held.add(file)
+    _locked.add(file)
     return file
 
 
 def unlock(file: int) -> None:
-    if file in _held:
-        _held.remove(file)
+    """Release a lock, given the descriptor that `lock` returned."""
+    if file in _locked:
+        _locked.remove(file)
         os.close(file)
 
 
-def _forget() -> None:
-    """In a process forked from this one, whose locks die with this one alone."""
-    for file in list(_held):
+def _close_inherited() -> None:
+    """Close the locked files in a forked process, so that the locks end with the process that took them."""
+    for file in list(_locked):
         unlock(file)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_close_inherited)
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A disk that is full, or a place that may not be written to, in one sentence."""
+    """Turn an error in writing to a path, such as a full disk, into a `DwindleError`."""
     try:
         yield
     except OSError as error:
@@ -102,30 +106,32 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def scratch(path: Path) -> Iterator[Path]:
-    """A name in a folder of its own beside `path`, for what shall take its place; afterwards the folder is gone.
+    """A path to write to, in a new folder beside `path`, which is removed at the end.
 
-    One that a killed process left there is removed, unless somebody holds its lock.
+    Folders that killed processes left beside `path` are removed too: those whose lock nobody holds.
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left(path.parent)
-        place, file = _own_folder(path.parent)
+        _remove_abandoned(path.parent)
+        folder, file = _locked_folder(path.parent)
         try:
-            yield place / "new"
+            yield folder / "new"
         finally:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             unlock(file)
 
 
-def _own_folder(parent: Path) -> tuple[Path, int]:
+def _locked_folder(parent: Path) -> tuple[Path, int]:
+    """A new scratch folder, and the descriptor of its lock."""
     while True:
-        place = parent / f".{uuid4().hex}.tmp"
-        place.mkdir()
-        if (file := lock(place / LOCK)) is not None:
-            return place, file
+        folder = parent / f".{uuid4().hex}.tmp"
+        folder.mkdir()
+        if (file := lock(folder / LOCK)) is not None:
+            return folder, file
 
 
-def _remove_left(parent: Path) -> None:
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the scratch folders of processes that ended."""
     for entry in os.scandir(parent):
         if SCRATCH.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             with suppress(OSError):
@@ -136,26 +142,28 @@ def _remove_left(parent: Path) -> None:
 
 @contextmanager
 def draft(path: Path) -> Iterator[Path]:
-    """A place to write to, which takes the place of `path` once it is written; in a folder that is made if need be."""
-    with scratch(path) as place:
-        yield place
-        os.replace(place, path)
+    """A path to write to, which replaces `path` at the end. The folder of `path` is made if it does not exist."""
+    with scratch(path) as new:
+        yield new
+        os.replace(new, path)
 
 
 def write_text(path: Path, text: str) -> Path:
-    with draft(path) as place:
-        place.write_text(text, encoding="utf-8")
+    """Write a UTF-8 file, whole or not at all, and return its path."""
+    with draft(path) as new:
+        new.write_text(text, encoding="utf-8")
     return path
 
 
 def write_weights(path: Path, weights: dict[str, Tensor], metadata: dict[str, str]) -> Path:
-    with draft(path) as place:
-        put_weights(place, weights, metadata)
+    """Write a safetensors file, whole or not at all, and return its path."""
+    with draft(path) as new:
+        put_weights(new, weights, metadata)
     return path
 
 
 def put_weights(path: Path, weights: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """A safetensors file, readable as the umask says: safetensors itself lets only the owner."""
+    """Write a safetensors file with the permissions of the umask; safetensors itself gives them to the owner only."""
     path.touch()
     mode = path.stat().st_mode
     try:

@@ -1,7 +1,7 @@
-"""What a setting may be, said once, by its annotation: `sigma: Above0 = 1.0`.
+"""Settings are checked against their annotations, such as `sigma: Above0 = 1.0`, which say what each may be.
 
-`checked` holds a constructor or function to its annotations, `check_fields` a dataclass to those of its fields, and
-`options` a dictionary, such as a part of a config file, to those of a TypedDict. The rest is refused in one sentence.
+`checked` checks the arguments of a constructor or function, `check_fields` the fields of a dataclass, and `options` the
+entries of a dictionary, such as a part of a config file, against a TypedDict. Other values are refused in one sentence.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_
 from .errors import DwindleError, brief, unknown
 
 Call = TypeVar("Call", bound=Callable[..., Any])
-MOST = 3.4e38  # beyond it a float32 is infinite
+MOST = 3.4e38  # above this value a float32 is infinite
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "settings by name"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Within:
-    """Bounds of a number; `over`, `under`: the bound itself is out."""
+    """Bounds of a number. over, under: whether the lower or the upper bound itself is excluded."""
 
     low: float = -MOST
     high: float = MOST
@@ -45,7 +45,7 @@ class Within:
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Bounds of how many: entries of a list, or characters of a text."""
+    """Bounds of a length: the entries of a list, or the characters of a text."""
 
     least: int
     most: int
@@ -65,7 +65,7 @@ Whole0 = Annotated[int, Within(0)]
 Whole1 = Annotated[int, Within(1)]
 Word = Annotated[str, Count(0, 64)]
 Budget = float | Word | None  # a share of the static cost, or GMACs, as '3.1G'
-# Sizes: what memory or time is taken for has an end, far beyond what anybody builds.
+# Sizes that memory or time depends on are bounded, far above the sizes of real models.
 Size = Annotated[int, Within(1, 1 << 16)]  # width, tokens, a side of an image
 Classes = Annotated[int, Within(1, 1 << 20)]
 Depth = Annotated[int, Within(1, 256)]  # blocks
@@ -73,11 +73,14 @@ ImageSize = Annotated[int, Within(1, 1 << 13)]
 Workers = Annotated[int, Within(0, 1 << 10)]
 Batch = Annotated[int, Within(1, 1 << 20)]
 Seed = Annotated[int, Within(0, (1 << 32) - 1)]
-Stages = Annotated[tuple[int, ...], Count(0, 256)]  # blocks by number
+Stages = Annotated[tuple[int, ...], Count(0, 256)]  # numbers of blocks
 
 
 class _Unfit(Exception):
-    """What a value must be or do. close: it is of the right kind, but out of bounds."""
+    """A value does not fit its annotation. The message is what it must be or do.
+
+    close: the value has the right type, but is out of bounds.
+    """
 
     def __init__(self, must: str, close: bool = False) -> None:
         super().__init__(must)
@@ -85,84 +88,88 @@ class _Unfit(Exception):
 
 
 def checked(call: Call) -> Call:
-    """The function or constructor, taking what its annotations allow: lists where they want tuples (JSON has none),
-    and numpy's numbers as Python's.
+    """Decorate a function or constructor, so that it refuses arguments that do not fit its annotations. Lists become
+    tuples where the annotation is a tuple (JSON has no tuples), and numpy's numbers Python's.
 
-    An argument that is a dataclass groups settings that belong together: its fields are given by their own names.
+    An argument that is a dataclass groups settings that belong together: its fields are passed by their own names.
     """
     signature = inspect.signature(call)
     named = [name for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
 
     @wraps(call)
-    def asked(*args: Any, **kwargs: Any) -> Any:
+    def checked_call(*args: Any, **kwargs: Any) -> Any:
         owner = type(args[0]).__name__ if named[:1] == ["self"] else call.__name__
         groups = _groups(call)
         if not takes_all:
             _check_names(owner, kwargs, [name for name in parameters(call) if name != "self"] + list(groups))
-        kwargs = _folded(kwargs, groups, owner)
+        kwargs = _grouped(kwargs, groups, owner)
         try:
             bound, kinds = signature.bind(*args, **kwargs), _kinds(call)
         except TypeError as error:
             raise DwindleError(f"{owner} cannot be made of these settings ({error}); see what it takes.") from error
         for name in named:
-            given = bound.arguments.get(name, signature.parameters[name].default)
-            if name in kinds and given is not signature.parameters[name].default:
-                bound.arguments[name] = fitted(given, kinds[name], name, owner)
+            value = bound.arguments.get(name, signature.parameters[name].default)
+            if name in kinds and value is not signature.parameters[name].default:
+                bound.arguments[name] = fitted(value, kinds[name], name, owner)
         return call(*bound.args, **bound.kwargs)
 
-    return cast(Call, asked)
+    return cast(Call, checked_call)
 
 
 def parameters(call: Any) -> dict[str, Any]:
-    """Defaults by name, those of groups among them, in order; `inspect.Parameter.empty` where there is none."""
-    made: dict[str, Any] = {}
+    """The defaults of a call's arguments by name, in order, with the fields of groups in the place of the groups;
+    `inspect.Parameter.empty` where there is no default."""
+    defaults: dict[str, Any] = {}
     groups = _groups(call)
     for name, parameter in inspect.signature(call).parameters.items():
         if name in groups:
-            made |= {field.name: getattr(groups[name], field.name) for field in dataclasses.fields(groups[name])}
+            defaults |= {field.name: getattr(groups[name], field.name) for field in dataclasses.fields(groups[name])}
         else:
-            made[name] = parameter.default
-    return made
+            defaults[name] = parameter.default
+    return defaults
 
 
 def _groups(call: Any) -> dict[str, Any]:
-    """Arguments whose defaults are dataclasses of ours."""
-    found = inspect.signature(call).parameters.items()
-    return {name: p.default for name, p in found if dataclasses.is_dataclass(p.default)}
+    """The arguments whose defaults are dataclasses, by name."""
+    arguments = inspect.signature(call).parameters.items()
+    return {name: p.default for name, p in arguments if dataclasses.is_dataclass(p.default)}
 
 
-def _folded(given: dict[str, Any], groups: dict[str, Any], owner: str) -> dict[str, Any]:
-    """With the fields of groups in their groups."""
-    made = dict(given)
+def _grouped(kwargs: dict[str, Any], groups: dict[str, Any], owner: str) -> dict[str, Any]:
+    """The arguments, with the fields that belong to groups moved into their groups."""
+    grouped = dict(kwargs)
     for name, default in groups.items():
-        loose = {f.name: made.pop(f.name) for f in dataclasses.fields(default) if f.name in made}
-        if not isinstance(made.get(name, default), type(default)):
+        loose = {f.name: grouped.pop(f.name) for f in dataclasses.fields(default) if f.name in grouped}
+        if not isinstance(grouped.get(name, default), type(default)):
             kind = type(default).__name__
-            raise DwindleError(f"{name} = {brief(made[name])}: it must be a {kind} (a setting of {owner}).")
-        if loose or name in made:
-            made[name] = dataclasses.replace(made.get(name, default), **loose)
-            check_fields(made[name], owner)
-    return made
+            raise DwindleError(f"{name} = {brief(grouped[name])}: it must be a {kind} (a setting of {owner}).")
+        if loose or name in grouped:
+            grouped[name] = dataclasses.replace(grouped.get(name, default), **loose)
+            check_fields(grouped[name], owner)
+    return grouped
 
 
 def check_fields(group: Any, owner: str | None = None) -> None:
-    """Of a dataclass; its lists become tuples where it wants those. owner: whose settings they are; None: its own."""
-    whose: Any = type(group)
-    kinds = _kinds(whose)
+    """Check a dataclass against its annotations; its lists become tuples where these are tuples.
+
+    owner: what errors say the settings belong to; None: the dataclass itself.
+    """
+    cls: Any = type(group)
+    kinds = _kinds(cls)
     for field in dataclasses.fields(group):
-        value = fitted(getattr(group, field.name), kinds[field.name], field.name, owner or whose.__name__)
-        object.__setattr__(group, field.name, value)  # also of a frozen one
+        value = fitted(getattr(group, field.name), kinds[field.name], field.name, owner or cls.__name__)
+        object.__setattr__(group, field.name, value)  # works for frozen dataclasses too
 
 
 def options(given: Any, kind: Any, owner: str) -> dict[str, Any]:
-    """A dictionary whose names and values are those of a TypedDict. owner: whose settings they are."""
-    fitting: dict[str, Any] = fitted(given, kind, "options", owner)
-    return fitting
+    """The dictionary, if its names and values are those of a TypedDict. owner: what errors say they belong to."""
+    values: dict[str, Any] = fitted(given, kind, "options", owner)
+    return values
 
 
 def fitted(value: Any, kind: Any, name: str, owner: str) -> Any:
-    """The value of the setting `name`, if it is of this kind."""
+    """The value of the setting `name`, converted to this annotation; refused if it does not fit."""
     try:
         return _fit(value, kind, owner)
     except _Unfit as error:
@@ -180,7 +187,7 @@ def _check_names(owner: str, given: Iterable[Any], known: Iterable[str]) -> None
 
 @lru_cache(256)
 def _kinds(call: Any) -> dict[str, Any]:
-    """Annotations by name; none where they cannot be read, as may be in somebody else's class."""
+    """Annotations by name; empty where they cannot be resolved, which may be so in a user's class."""
     try:
         return typing.get_type_hints(call, include_extras=True)
     except (NameError, AttributeError, TypeError):
@@ -188,6 +195,7 @@ def _kinds(call: Any) -> dict[str, Any]:
 
 
 def _fit(value: Any, kind: Any, owner: str) -> Any:
+    """The value, converted to this annotation; raises `_Unfit`."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         value = _fit(value, args[0], owner)
@@ -202,18 +210,18 @@ def _fit(value: Any, kind: Any, owner: str) -> Any:
     if origin in (tuple, list) and isinstance(value, list | tuple | range):
         return _fit_each(value, kind, owner)
     if origin is dict and isinstance(value, dict):
-        return {_fit(key, args[0], owner): _fit(held, args[1], owner) for key, held in value.items()}
+        return {_fit(key, args[0], owner): _fit(entry, args[1], owner) for key, entry in value.items()}
     if typing.is_typeddict(kind) and isinstance(value, dict):
         kinds = _kinds(kind)
         _check_names(owner, value, kinds)
-        return {name: fitted(held, kinds[name], name, owner) for name, held in value.items()}
+        return {name: fitted(entry, kinds[name], name, owner) for name, entry in value.items()}
     if kind in (int, float):
         return _fit_number(value, kind)
     if typing.is_typeddict(kind) or origin in (Literal, tuple, list, dict):
         raise _Unfit(f"be {_words(kind)}")
     try:
         fits = isinstance(value, origin or kind)
-    except TypeError:  # Any, and what else is no class
+    except TypeError:  # Any, or another annotation that is no class
         fits = True
     if not fits:
         raise _Unfit(f"be {_words(kind)}")
@@ -221,7 +229,8 @@ def _fit(value: Any, kind: Any, owner: str) -> Any:
 
 
 def _fit_any(value: Any, kind: Any, owner: str) -> Any:
-    """One of several kinds. Where it is of one, but out of its bounds, that is what is said."""
+    """The value, converted to the first member of a union that it fits. If it has the type of one but is out of its
+    bounds, the error says so."""
     if value is None and type(None) in get_args(kind):
         return None
     must = _Unfit(f"be {_words(kind)}")
@@ -234,16 +243,17 @@ def _fit_any(value: Any, kind: Any, owner: str) -> Any:
 
 
 def _fit_each(value: Sequence[Any], kind: Any, owner: str) -> Any:
+    """The entries of a list or tuple, each converted."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is tuple and Ellipsis not in args:
         if len(value) != len(args):
             raise _Unfit(f"be {_words(kind)}")
-        return tuple(_fit(held, one, owner) for held, one in zip(value, args))
+        return tuple(_fit(entry, one, owner) for entry, one in zip(value, args))
     try:
-        each = [_fit(held, args[0], owner) for held in value]
+        entries = [_fit(entry, args[0], owner) for entry in value]
     except _Unfit as error:
         raise error if error.close else _Unfit(f"be {_words(kind)}") from None
-    return each if origin is list else tuple(each)
+    return entries if origin is list else tuple(entries)
 
 
 def _fit_number(value: Any, kind: type) -> Any:
@@ -252,10 +262,11 @@ def _fit_number(value: Any, kind: type) -> Any:
     number: Any = value.item() if hasattr(value, "item") else value  # numpy's
     if not -MOST <= number <= MOST or (kind is int and abs(number) >= 1 << 63):
         raise _Unfit(f"be {WORDS[kind]}, and finite")
-    return float(number) if abs(number) >= 1 << 63 else number  # torch takes no longer int
+    return float(number) if abs(number) >= 1 << 63 else number  # torch's integers have at most 64 bits
 
 
 def _words(kind: Any) -> str:
+    """An annotation in words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _words(args[0])

@@ -33,7 +33,7 @@ from dwindle.core.backbone import _compiled_run
 from dwindle.errors import DwindleError
 from dwindle.evaluate.evaluate import evaluate
 from dwindle.io.resident import _compiled_augment
-from dwindle.methods.aht import _moments
+from dwindle.methods.attended import moments
 from dwindle.recipes.vision import tiny_test
 from dwindle.tasks.classify import Classify
 from dwindle.train.loop import Run
@@ -190,7 +190,7 @@ def _standardised() -> list[float]:
     own = slice(ranks.rank() * 8 // ranks.world(), (ranks.rank() + 1) * 8 // ranks.world())
     weight = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
     values = x[own] @ weight
-    mean, deviation = _moments(values, live[own])
+    mean, deviation = moments(values, live[own])
     loss = ranks.share((((values - mean) / deviation) ** 3 * live[own]).sum(), live[own].sum())
     loss.backward()
     assert weight.grad is not None

@@ -20,7 +20,7 @@ from ..core.cost import static_macs
 from ..core.method import constructor, ways
 from ..core.model import AdaptiveViT, adapt
 from ..errors import DwindleError
-from ..io.encoders import resized as sized
+from ..io.encoders import with_image_size
 from ..methods.resolution import Resolution
 from ..methods.static import Static
 from ..ops.patches import resized
@@ -270,7 +270,7 @@ def _at_size(static: AdaptiveViT, size: tuple[int, int]) -> AdaptiveViT:
         return static
     with torch.inference_mode(False):
         vit = copy.deepcopy(static).unwrap()
-        return adapt(sized(vit, size[0]), Static()).eval().requires_grad_(False)
+        return adapt(with_image_size(vit, size[0]), Static()).eval().requires_grad_(False)
 
 
 def _chosen(rows: list[Row], goal: Goal, static: dict[str, float]) -> tuple[Row | None, str]:

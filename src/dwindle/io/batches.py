@@ -1,7 +1,7 @@
-"""Images in batches, read by workers. `Resident` in resident.py has them in device memory when they fit there.
+"""Images in batches, read by workers. `Resident` in resident.py keeps them in device memory where they fit.
 
-Either way the order and the augmentation are a pure function of (seed, epoch), so that a resumed run sees what an
-uninterrupted one would have seen.
+With either, order and augmentation are pure functions of (seed, epoch), so that a resumed run sees what an
+uninterrupted run would have seen.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def draws(n: int, generator: torch.Generator) -> Tensor:
-    """(n, DRAWS): what an epoch's images are augmented by, in the order they are seen."""
+    """(n, DRAWS) uniform draws for the augmentation of an epoch's images, in the order in which they are seen."""
     return torch.cat([torch.rand(n, DRAWS // 2, generator=generator) for _ in range(2)], dim=1)
 
 
 class _Order(Sampler):
-    """Yields (epoch, index): the epoch travels with the index, so persistent workers see it change.
+    """Yields (epoch, index, draws). The epoch is part of each item, so that persistent workers see it change.
 
     In training all ranks together draw the batch of world * batch images that one process would, in rank order. In
     evaluation rank r takes every world-th image from the r-th on.
@@ -52,22 +52,22 @@ class _Order(Sampler):
             return ((epoch, i, None) for i in range(self.rank, n, self.world))
         generator = generator_of(self.seed, epoch)
         order = self.images.shuffled(generator)
-        chance, places = draws(n, generator), np.arange(n)
+        u, places = draws(n, generator), np.arange(n)
         steps = n // (self.world * self.batch)
-        if steps:  # else fewer than a batch, all of which are drawn
+        if steps:  # else there are fewer images than a batch, and all are drawn
             joint = places[: steps * self.world * self.batch].reshape(steps, self.world, self.batch)
             places = joint[:, self.rank].ravel()
-        return ((epoch, int(order[place]), chance[place].tolist()) for place in places)
+        return ((epoch, int(order[place]), u[place].tolist()) for place in places)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
 
-class _Read(Dataset):
+class _SeededImages(Dataset):
     """Images as a function of (seed, epoch, index), whichever worker reads them.
 
-    A corrupt image, where those are skipped, is left out of an evaluation; in training the next one of its class takes
-    its place, so that nothing else of the epoch changes. Each item comes with what was found corrupt on the way.
+    A corrupt image that may be skipped is left out of an evaluation. In training the next image of its class takes its
+    place, so that the rest of the epoch stays the same. Each item says which images were found corrupt on the way.
     """
 
     def __init__(self, images: Images, seed: int, train: bool, augment: Augment | None) -> None:
@@ -77,52 +77,53 @@ class _Read(Dataset):
         return len(self.images)
 
     def __getitem__(self, key: tuple[int, int, list[float] | None]) -> Any:
-        """(item or None, {row: why}), or an error: raised here, torch would put a traceback into its message."""
+        """(item or None, {row: reason}), or an error, which is returned because torch would add a traceback to the
+        message of a raised one."""
         try:
-            return self._found(*key)
+            return self._read(*key)
         except DwindleError as error:
             return error
 
-    def _found(self, epoch: int, i: int, chance: list[float] | None) -> tuple[Any, dict[int, str]]:
-        images, met = self.images, dict[int, str]()
+    def _read(self, epoch: int, i: int, u: list[float] | None) -> tuple[Any, dict[int, str]]:
+        images, corrupt = self.images, dict[int, str]()
         for j in images.instead_of(i) if self.train else (i,):
             row = images.row(j)
             try:
                 if row not in images.corrupt:
-                    return self._made((self.seed, epoch, i), j, chance), met
-                met[row] = images.corrupt[row]
+                    return self._item((self.seed, epoch, i), j, u), corrupt
+                corrupt[row] = images.corrupt[row]
             except CorruptImage as error:
-                met |= images.skipped(j, error)
-                images.corrupt |= met
+                corrupt |= images.skipped(j, error)
+                images.corrupt |= corrupt
         if self.train:
             raise CorruptImage(f"None of the images like '{images.file(i)}' can be read; give others.")
-        return None, met
+        return None, corrupt
 
-    def _made(self, key: tuple[int, int, int], j: int, chance: list[float] | None) -> tuple[Any, int]:
-        if self.augment is not None and chance is not None:
-            return self.augment(self.images.image(j), torch.tensor(chance), *key), int(self.images.labels[j])
+    def _item(self, key: tuple[int, int, int], j: int, u: list[float] | None) -> tuple[Any, int]:
+        if self.augment is not None and u is not None:
+            return self.augment(self.images.image(j), torch.tensor(u), *key), int(self.images.labels[j])
         with seeded(*key):
             return self.images[j]
 
 
 def _collated(items: list[Any]) -> Any:
-    """A batch of what could be read, None if that is nothing, and what could not; or an error."""
+    """(batch of the items that could be read or None, {row: reason} of the others); or an error."""
     if error := next((item for item in items if isinstance(item, DwindleError)), None):
         return error
-    good = [item for item, _ in items if item is not None]
-    corrupt = {row: why for _, found in items for row, why in found.items()}
-    return default_collate(good) if good else None, corrupt
+    readable = [item for item, _ in items if item is not None]
+    corrupt = {row: reason for _, found in items for row, reason in found.items()}
+    return default_collate(readable) if readable else None, corrupt
 
 
 class Loader(DataLoader):
-    """A DataLoader that can be told the epoch, raises what its workers met, and notes in its images what is corrupt."""
+    """A DataLoader with `set_epoch`. It raises its workers' errors, and records in its images which are corrupt."""
 
     def __iter__(self) -> Any:
-        images = cast(_Read, self.dataset).images
-        for found in super().__iter__():
-            if isinstance(found, DwindleError):
-                raise found
-            batch, corrupt = found
+        images = cast(_SeededImages, self.dataset).images
+        for result in super().__iter__():
+            if isinstance(result, DwindleError):
+                raise result
+            batch, corrupt = result
             images.corrupt |= corrupt
             if batch is not None:
                 yield batch
@@ -148,8 +149,8 @@ def loader(
 ) -> Loader:
     """Batches of `images`; call `set_epoch` before each pass. Training shuffles and drops the last partial batch.
 
-    Of `world` processes each gives its `rank`, and gets its share of the images, `batch` at a time. augment: what
-    training makes of an image, in place of `images.transform`.
+    Each of `world` processes passes its `rank`, and gets its share of the images, `batch` at a time. augment: what
+    training applies to an image, in place of `images.transform`.
     """
     if images.transform is None and not (train and augment):
         raise DwindleError(f"'{images.name}' has no transform to make tensors with; set images.transform first.")
@@ -163,7 +164,7 @@ def loader(
     if workers:
         images.warm()
     return Loader(
-        _Read(images, seed, train, augment),
+        _SeededImages(images, seed, train, augment),
         batch,
         collate_fn=_collated,
         sampler=_Order(images, batch, train, seed, rank, world),
@@ -171,5 +172,5 @@ def loader(
         worker_init_fn=_in_worker,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=workers > 0,
-        generator=torch.Generator(),  # else each pass draws a number from the caller's
+        generator=torch.Generator(),  # without one, each pass draws a number from torch's default generator
     )

@@ -1,4 +1,4 @@
-"""The model card of a checkpoint: what it is, what it learnt from, what it measured. By the Hub's conventions."""
+"""The model card of a checkpoint, by the Hub's conventions: the model, its training data and its results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CARD = "README.md"
 
 
 def model_card(config: dict[str, Any], name: str) -> str:
-    """From a checkpoint's config alone, as its family writes it."""
+    """The card's text, made from a checkpoint's config alone, as the model's family writes it."""
     return family_named(config["backbone"]["family"]).card(config, name)
 
 
 def vision_card(config: dict[str, Any], name: str, told: str) -> str:
-    """Of a model that classifies images. told: a sentence on what it is."""
+    """The card of a model that classifies images. told: a sentence on what the model is."""
     extra, method = config.get("extra", {}), config["method"]
     recipe, results, data = extra.get("recipe", {}), extra.get("results", {}), extra.get("data", {})
     measured = [results.get(name) for name in ("top1", "top5", "gmacs", "gmacs_static", "images")]
@@ -67,7 +67,7 @@ def vision_card(config: dict[str, Any], name: str, told: str) -> str:
 
 
 def closing(notes: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-    """The lines a card ends with: what there is to say of each, and settings as they were."""
+    """The last lines of a card. notes: text by title. settings: settings by title; empty entries are left out."""
     lines = []
     for title, value in notes.items():
         if value:
@@ -80,6 +80,6 @@ def closing(notes: dict[str, Any], settings: dict[str, Any]) -> list[str]:
 
 
 def write_card(folder: str | os.PathLike, name: str | None = None) -> Path:
-    """Write README.md beside a checkpoint's config."""
+    """Write README.md beside a checkpoint's config, and return its path. name: the model's; None: the folder's."""
     folder = Path(folder)
     return write_text(folder / CARD, model_card(read_config(folder), name or folder.name))

@@ -1,8 +1,8 @@
 """Checkpoints: a folder (or Hub repository) of `config.json` and `model.safetensors`. Loading never runs code from it.
 
-The weights keep their names: those of the ViT as timm or Hugging Face call them, those of the method behind
-"method.", those of a head for patches behind "dense_head.". With `what="method"` only what was added is saved, to be
-put beside an untouched ViT.
+The weights keep their names: the ViT's are those of timm or Hugging Face, the method's begin with "method.", and those
+of a head for patches with "dense_head.". With `what="method"` only what was added is saved, to be loaded beside the
+original ViT.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .config import CONFIG, FORMAT, OTHER_VERSION, SAVED, check_extra, read_conf
 from .download import fetched, is_hub_id
 
 WEIGHTS = "model.safetensors"
-ADDED = ("method.", "dense_head.", "give_back.")  # so begin the names of weights that the wrapped model does not have
+ADDED = ("method.", "dense_head.", "give_back.")  # prefixes of the weights that the wrapped model does not have
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -43,11 +43,12 @@ def save(
     extra: dict[str, Any] | None = None,
     weights: dict[str, Tensor] | None = None,
 ) -> Path:
-    """Write a checkpoint folder. A new one appears whole or not at all, also when the process is killed. In one that is
-    there already weights and config are replaced one after the other; `load` refuses those that a kill kept apart.
+    """Write a checkpoint folder, and return its path. A new folder appears whole or not at all, even if the process is
+    killed. In an existing folder weights and config are replaced one after the other; if a kill leaves the two of
+    different models, `load` refuses them.
 
     what: 'all', or 'method' for only what the method added. half: store weights in float16.
-    extra: JSON kept in the config (data, preprocessing, results); `load` hands it back as `model.extra`.
+    extra: JSON kept in the config (data, preprocessing, results); `load` sets it as `model.extra`.
     weights: the model's state dict, where it was gathered from several processes.
     """
     folder = Path(folder)
@@ -60,13 +61,13 @@ def save(
         "library": "dwindle",
         **family_of(model).describe(model),
         "saved": what,
-        "extra": {**_named(model), **getattr(model, "extra", {}), **(extra or {})},
+        "extra": {**_classes(model), **getattr(model, "extra", {}), **(extra or {})},
     }
     check_extra(config["extra"])
     state = plain_names(model.state_dict() if weights is None else weights)
     chosen = {name: value for name, value in state.items() if what == "all" or name.startswith(ADDED)}
     stored = {name.removeprefix("vit."): _storable(value, half) for name, value in chosen.items()}
-    signed(config)  # what is no JSON is refused before anything is written
+    signed(config)  # refuses values that JSON does not have, before anything is written
     with scratch(folder) as place:
         place.mkdir()
         put_weights(place / WEIGHTS, stored, {"format": "pt"})
@@ -81,22 +82,23 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _named(model: Any) -> dict[str, Any]:
-    """What a Hugging Face or timm config calls the classes: what is rebuilt from ours would not know."""
+def _classes(model: Any) -> dict[str, Any]:
+    """The class names of a Hugging Face or timm config, as `extra` keeps them, because a rebuilt model lacks them."""
     names = known_classes(model)
     return {} if names is None else {"classes": names}
 
 
-def _swap_in(made: Path, folder: Path) -> None:
-    """Put the folder `made` in the place of `folder`, keeping other files that lie there."""
+def _swap_in(new: Path, folder: Path) -> None:
+    """Put the folder `new` in the place of `folder`, and keep the other files of `folder`."""
     if not folder.exists():
-        made.rename(folder)
+        new.rename(folder)
         return
-    for name in (WEIGHTS, CONFIG):  # the weights first: a config never stands beside weights older than itself
-        os.replace(made / name, folder / name)
+    for name in (WEIGHTS, CONFIG):  # the weights first, so that a config is never beside weights older than itself
+        os.replace(new / name, folder / name)
 
 
 def _storable(value: Tensor, half: bool) -> Tensor:
+    """A contiguous copy on the CPU. half: of floats in float16, scalars excepted."""
     value = value.detach().cpu()
     if half and value.is_floating_point() and value.dim():
         value = value.half()
@@ -104,8 +106,9 @@ def _storable(value: Tensor, half: bool) -> Tensor:
 
 
 def load(source: str | os.PathLike[str], *, vit: nn.Module | None = None, revision: str | None = None) -> Any:
-    """Read a checkpoint: a folder, the name of one that ships with Dwindle, or a Hub id. In eval mode, on the CPU.
+    """The model of a checkpoint, in eval mode, on the CPU.
 
+    source: a folder, the name of a checkpoint that ships with Dwindle, or a Hub id.
     vit: put the weights into this model instead of building one; needed where only the method was saved.
     """
     folder = find(source, revision)
@@ -116,25 +119,25 @@ def load(source: str | os.PathLike[str], *, vit: nn.Module | None = None, revisi
 
 
 def load_as(kind: type[Model], source: str | os.PathLike[str], *, inner: nn.Module | None = None) -> Model:
-    """`load`, where only models of this class will do; others are refused by what they are. inner: as `vit` there."""
+    """`load` for models of this class; another family's checkpoint is refused by its name. inner: `vit` of `load`."""
     found = family_at(source)
     wanted = next(family for family in families() if issubclass(family.model, kind))
     if found is not wanted:
-        own = listed(found.commands)
-        raise DwindleError(f"{source} is {found.one}, and this takes {wanted.many}; with it use dwindle {own}.")
+        commands = listed(found.commands)
+        raise DwindleError(f"{source} is {found.one}, and this takes {wanted.many}; with it use dwindle {commands}.")
     model: Model = load(source, vit=inner)
     return model
 
 
 def planned(make: Callable[[], Any], folder: Path) -> Any:
-    """What `make` makes by the config, on the meta device: names and shapes without memory. What fits the weights that
-    lie beside the config is no larger than these, and may be made."""
+    """The model that `make` builds from the config, on the meta device: names and shapes without memory. If it fits the
+    weights beside the config, it is no larger than they are, and is safe to build in memory."""
     with by_config(folder), torch.device("meta"), _Unfilled():
         return make()
 
 
 class _Unfilled(TorchFunctionMode):
-    """Nothing is drawn for weights that are only shapes: on the meta device that takes longer than all the rest."""
+    """Skips the initialisation of weights, which on the meta device takes longer than all the rest."""
 
     draws = frozenset(("uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"))
 
@@ -144,7 +147,10 @@ class _Unfilled(TorchFunctionMode):
 
 
 def check_method(own: Callable[[], Any], shape: Any, weights: dict[str, Tensor], folder: Path) -> None:
-    """That the method (or router) has these weights, before memory is taken for it."""
+    """Refuse weights that do not fit the method (or router) of the config, before memory is taken for it.
+
+    own: builds the method. shape: what it is bound to.
+    """
     with by_config(folder), torch.device("meta"):
         method = own()
         try:
@@ -152,12 +158,12 @@ def check_method(own: Callable[[], Any], shape: Any, weights: dict[str, Tensor],
         except RuntimeError as error:
             if "meta" not in str(error):
                 raise
-            return  # it computes with tensors as it is bound: then it is made as it is
+            return  # its `bind` computes with tensors' values, which the meta device lacks, so it cannot be checked
     check_fit(method, weights, folder)
 
 
 def filled(model: Any, parts: Mapping[str, dict[str, Tensor]], folder: Path) -> Any:
-    """With these weights in its submodules of these names."""
+    """The model, after loading these weights into its submodules. parts: weights by the submodule's name."""
     for name, weights in parts.items():
         fill(model.get_submodule(name), weights, folder)
     return model
@@ -165,7 +171,7 @@ def filled(model: Any, parts: Mapping[str, dict[str, Tensor]], folder: Path) -> 
 
 @contextmanager
 def by_config(folder: Path) -> Iterator[None]:
-    """What cannot be made is the config's fault: of this library's classes, which say so, or of another's."""
+    """Turn errors in building a model into a refusal of its config."""
     try:
         yield
     except DwindleError as error:
@@ -174,7 +180,7 @@ def by_config(folder: Path) -> Iterator[None]:
             f"{folder / CONFIG} has settings this version does not know, so that it cannot be built ({reason}); "
             f"{OTHER_VERSION}."
         ) from error
-    except Exception as error:  # a backbone's own constructor may raise anything
+    except Exception as error:  # another library's constructor may raise anything
         reason = printable(str(error).partition("\n")[0])
         raise DwindleError(
             f"{folder / CONFIG} describes a model that cannot be built ({type(error).__name__}: {reason}); "
@@ -188,11 +194,11 @@ def shipped() -> dict[str, Path]:
 
 
 def find(source: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The folder behind a path, a shipped name or a Hub id."""
+    """The folder of a checkpoint, given by its path, a shipped name or a Hub id, which is downloaded."""
     if not isinstance(source, str | os.PathLike):
         raise DwindleError(f"{brief(source)} names no checkpoint; give a folder, a shipped name or a Hub id.")
     name = os.fspath(source)
-    if os.path.isdir(name):  # unlike Path, it knows of names that no file can have
+    if os.path.isdir(name):  # unlike Path.is_dir, it takes names that no file can have
         return Path(name)
     if name in shipped():
         return shipped()[name]
@@ -205,19 +211,19 @@ def find(source: str | os.PathLike[str], revision: str | None = None) -> Path:
 
 
 def family_at(source: str | os.PathLike[str]) -> Family:
-    """Of the checkpoint at a path, of a shipped name or a Hub id."""
+    """The family of a checkpoint, given by its path, a shipped name or a Hub id."""
     return family_named(read_config(find(source))["backbone"]["family"])
 
 
 def is_checkpoint(name: str) -> bool:
-    """Whether a name is that of a folder, of what ships, or may be one on the Hub."""
+    """Whether a name is a folder or a shipped checkpoint, or may be a Hub id."""
     return name in shipped() or os.path.isdir(name) or "/" in name
 
 
 def read_both(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights that were saved with this config."""
+    """The weights beside this config; refused if they were not saved with it."""
     weights = read_weights(folder / WEIGHTS, config.get("weights_sha256"))
-    if "weights_sha256" not in config:  # of before there were any, both name the same id, or neither one
+    if "weights_sha256" not in config:  # a checkpoint older than checksums: both files name the same id, or neither any
         with safe_open(folder / WEIGHTS, "pt") as file:
             saved = (file.metadata() or {}).get("id")
         if saved is not None and saved != config.get("id"):
@@ -229,7 +235,7 @@ def read_both(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def read_weights(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
-    """By name. sha256: what the file's bytes must have."""
+    """The weights of a safetensors file, by name. sha256: the checksum that the file must have."""
     if not path.is_file():
         raise DwindleError(f"{path} is missing; check the path, or take another copy of the checkpoint.")
     try:
@@ -254,7 +260,7 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
 
 
 def plain_names(weights: dict[str, Any]) -> dict[str, Any]:
-    """Without what DistributedDataParallel and torch.compile put before the names of what they wrap."""
+    """The weights without the prefixes that DistributedDataParallel and torch.compile add to names."""
     names = [name.replace("_orig_mod.", "") for name in weights]
     while names and all(name.startswith("module.") for name in names):
         names = [name.removeprefix("module.") for name in names]
@@ -262,41 +268,45 @@ def plain_names(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def fill(module: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
-    """Strict, with the first difference named. float16 is a way of storing: the module keeps its own precision."""
+    """Load weights into a module; all must fit. The module keeps its own precision, also where they are float16.
+
+    source: where they are from, for errors.
+    """
     check_fit(module, weights, source)
     module.load_state_dict(plain_names(weights))
 
 
 def check_fit(module: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
+    """Refuse weights that are not those of the module by name and shape; the error names the first difference."""
     own, weights = module.state_dict(), plain_names(weights)
     missing, foreign = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    wrong = [n for n in own.keys() & weights.keys() if _outline(own[n]) != _outline(weights[n])]
+    wrong = [n for n in own.keys() & weights.keys() if _shape_and_type(own[n]) != _shape_and_type(weights[n])]
     if missing or foreign or wrong:
         what = (
             f"'{missing[0]}' is missing"
             if missing
             else f"{brief(foreign[0])} is not part of it"
             if foreign
-            else f"'{wrong[0]}' is {_outline(weights[wrong[0]])}, not {_outline(own[wrong[0]])}"
+            else f"'{wrong[0]}' is {_shape_and_type(weights[wrong[0]])}, not {_shape_and_type(own[wrong[0]])}"
         )
         raise DwindleError(
             f"{source} does not fit this {type(module).__name__}: {what}; it was saved from another model or method."
         )
 
 
-def _outline(weight: Any) -> str:
-    """Its shape; and its type, where that is no way of storing the same numbers."""
+def _shape_and_type(weight: Any) -> str:
+    """A weight's shape, and its type unless it is a float: all floats may be loaded into one another."""
     if not isinstance(weight, Tensor):
         return type(weight).__name__
     kind = "" if weight.is_floating_point() else f" {weight.dtype}".replace("torch.", "")
     return f"{tuple(weight.shape)}{kind}"
 
 
-NESTED = ("model", "state_dict", "model_state_dict", "model_ema", "state_dict_ema")  # where training codes put them
+NESTED = ("model", "state_dict", "model_state_dict", "model_ema", "state_dict_ema")  # keys that training codes use
 
 
 def load_vit_weights(vit: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Plain ViT weights from .safetensors, or from a legacy .pth without running code from it."""
+    """The ViT, after loading plain weights from a .safetensors, or from a .pth without running code from it."""
     path = Path(path)
     weights = read_weights(path) if path.suffix == ".safetensors" else _read_pickled(path)
     fill(vit, weights, path)
@@ -304,18 +314,19 @@ def load_vit_weights(vit: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
 
 
 def _read_pickled(path: Path) -> dict[str, Any]:
-    """The weights of a .pth, wherever in it the training code put them; nothing of it is run."""
+    """The weights of a .pth, under whichever key the training code put them; no code in it is run."""
     if not path.is_file():
         raise DwindleError(f"{path} does not exist; give a .safetensors or .pth file of weights.")
     try:
         with torch.serialization.safe_globals([Namespace]):  # the arguments of a training script: plain values
-            held = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise DwindleError(
             f"{path} cannot be read as plain weights ({type(error).__name__}); convert it to safetensors."
         ) from error
-    while isinstance(held, dict) and (inner := next((n for n in NESTED if isinstance(held.get(n), dict)), None)):
-        held = held[inner]
-    if not isinstance(held, dict) or not all(isinstance(name, str) for name in held):
-        raise DwindleError(f"{path} holds a {type(held).__name__}, not weights by name; give a model's state_dict().")
-    return held
+    while isinstance(content, dict) and (key := next((n for n in NESTED if isinstance(content.get(n), dict)), None)):
+        content = content[key]
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        kind = type(content).__name__
+        raise DwindleError(f"{path} holds a {kind}, not weights by name; give a model's state_dict().")
+    return content

@@ -1,9 +1,9 @@
-"""Which class of a data set is which class of a model: by their names where both have some, else by their number.
+"""Match the classes of a data set to those of a model: by name where both have names, else by number.
 
-Case, spaces, underscores, hyphens and slashes make no difference, nor how Unicode writes a letter: macOS stores an
-accent apart from it. ImageNet's classes are known by wordnet's ids (n01440764, n01440764_tench) and by each of their
-names ('tench, Tinca tinca'). A name that may be two classes, such as 'crane', is matched only where an id or the whole
-name tells which; else it is left out, and said.
+Names are compared without regard to case, spaces, underscores, hyphens, slashes and Unicode's normal forms (macOS
+stores an accent as a character of its own). ImageNet's classes are known by WordNet ids (n01440764, n01440764_tench)
+and by each of their names ('tench, Tinca tinca'). A name that may be two classes, such as 'crane', is matched only
+where an id or the whole name decides; otherwise it is left out and reported.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..errors import DwindleError, printable
 
 WORDNET_ID = re.compile(r"(n\d{8})(?![^\W_])", re.IGNORECASE)
 IN_ORDER = 0.9  # share of a list's names that must be ImageNet's, each in its place, for the list to be ImageNet's
-NONE = -1
+NONE = -1  # the number of a class without a match
 
 
 def known_classes(model: Any) -> list[str] | None:
-    """What a checkpoint, a Hugging Face config or timm's says that the classes are called."""
+    """The class names in a checkpoint, a Hugging Face config or timm's config; None where none has them."""
     vit = getattr(model, "vit", None)
     by_number = getattr(getattr(vit, "config", None), "id2label", None) or {}
     labels = [str(by_number.get(i, f"LABEL_{i}")) for i in range(len(by_number))]
@@ -39,7 +39,7 @@ def known_classes(model: Any) -> list[str] | None:
 
 
 def class_names(model: Any) -> list[str] | None:
-    """As `known_classes`; else ImageNet's, for a head of as many classes as one of its sets has."""
+    """The `known_classes`; else the names of the ImageNet set that has as many classes as the head, or None."""
     if not model.classes:
         raise DwindleError(
             "This model has no head (num_classes=0): what it answers is an embedding and no class; give it one, or use "
@@ -68,22 +68,28 @@ def _imagenet(count: int) -> list[tuple[str, str]] | None:
 
 @cache
 def _wordnet() -> Any:
+    """timm's descriptions of all WordNet ids."""
     from timm.data import ImageNetInfo
 
     return ImageNetInfo()
 
 
 def _plain(name: str) -> str:
+    """A name as it is compared: normalised, in lower case, with single spaces between words."""
     folded = unicodedata.normalize("NFKC", name).casefold()
     return re.sub(r"[\s_/-]+", " ", unicodedata.normalize("NFKC", folded)).strip()
 
 
 def _parts(name: str) -> list[str]:
+    """The names that commas separate, as they are compared."""
     return [part for part in (_plain(part) for part in name.split(",")) if part]
 
 
 class _Class:
-    """A class by all its names."""
+    """A class with all its names.
+
+    id: its WordNet id. first: its first name. names: all its names. wholes: its full name, names joined by commas.
+    """
 
     def __init__(self, name: str, wordnet_id: str | None = None) -> None:
         own = WORDNET_ID.match(name.strip())
@@ -104,19 +110,23 @@ class _Class:
 
 
 def _classes(names: Sequence[str]) -> list[_Class]:
+    """The classes of these names. If nearly all are an ImageNet set's, in its order, they get its WordNet ids."""
     plain, table = [_Class(name) for name in names], _imagenet(len(names))
     if table is None:
         return plain
     agree = [bool(set(_parts(described)) & one.names) for one, (_, described) in zip(plain, table)]
     if sum(agree) < IN_ORDER * len(names):
         return plain
-    return [_Class(one.name, where[0]) if same else one for one, where, same in zip(plain, table, agree)]
+    return [_Class(one.name, entry[0]) if same else one for one, entry, same in zip(plain, table, agree)]
 
 
 @dataclass(frozen=True)
 class Match:
-    """numbers: of each of the data's classes the model's, or NONE. count: of the data's and of the model's classes.
-    unsure: names that may be several classes. left_out: images of classes without a number.
+    """How the data's classes were matched to the model's.
+
+    numbers: for each class of the data the model's number, or NONE. how: 'by name' or 'by number'. count: how many
+    classes the data and the model have. names: the data's class names. unsure: names that may be several classes.
+    left_out: how many images are of classes without a number.
     """
 
     numbers: np.ndarray
@@ -128,33 +138,36 @@ class Match:
 
     @cached_property
     def both(self) -> int:
+        """How many classes were matched."""
         return int((self.numbers != NONE).sum())
 
     @property
     def same(self) -> bool:
-        """Whether every number stays what it is."""
+        """Whether every class keeps its number."""
         return self.count[0] == self.count[1] and bool((self.numbers == np.arange(self.count[0])).all())
 
     def about(self) -> dict[str, Any]:
-        """For JSON."""
+        """The match as JSON."""
         data, model = self.count
-        told = {"matched": self.how, "classes": self.both, "classes_data": data, "classes_model": model}
-        return told | {"images_left_out": self.left_out} | ({"unsure": list(self.unsure)} if self.unsure else {})
+        counts = {"matched": self.how, "classes": self.both, "classes_data": data, "classes_model": model}
+        return counts | {"images_left_out": self.left_out} | ({"unsure": list(self.unsure)} if self.unsure else {})
 
     def told(self) -> str:
+        """The match in sentences."""
         data, model = self.count
         if self.how == "by number":
             return f"Without names to match, the data's {data} classes are taken for the model's {model}, by number."
-        told = f"{self.both} of the data's {data} classes are among the model's {model}, matched by name."
+        text = f"{self.both} of the data's {data} classes are among the model's {model}, matched by name."
         rest = [name for name, number in zip(self.names or (), self.numbers) if number == NONE]
         if foreign := [name for name in rest if name not in self.unsure]:
-            told += f" The model has no {_some(foreign)}."
+            text += f" The model has no {_some(foreign)}."
         if self.unsure:
-            told += f" {_some(self.unsure)}: which of its classes these are is not certain; ImageNet's ids would tell."
-        return told + (f" {self.left_out} images are left out." if self.left_out else "")
+            text += f" {_some(self.unsure)}: which of its classes these are is not certain; ImageNet's ids would tell."
+        return text + (f" {self.left_out} images are left out." if self.left_out else "")
 
 
 def _some(names: Sequence[str]) -> str:
+    """The first four names, quoted, and how many more there are."""
     shown = ", ".join(f"'{printable(name, 80)}'" for name in names[:4])
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 
@@ -168,7 +181,10 @@ def match(
     named: str,
     owner: str = "the model",
 ) -> Match:
-    """data, model: their classes' names, where they have any. named, owner: what they are, in errors."""
+    """Match by name where the data and the model have names, else by number; refused where neither fits.
+
+    data, model: the names of their classes, or None. named, owner: what errors call the data and the model.
+    """
     likely = model or (imagenet_names(model_count) if data else None)
     if data and likely:
         found = by_name(data, likely)
@@ -194,9 +210,9 @@ def match(
 
 
 def by_name(data: Sequence[str], model: Sequence[str]) -> Match:
-    """As far as names tell, which may be not at all."""
+    """Match by names alone; it may be that no class is matched."""
     numbers, unsure = np.full(len(data), NONE), set()
-    if list(data) == list(model):  # though a name should stand there twice
+    if list(data) == list(model):  # the same lists match even where they hold a name twice
         numbers = np.arange(len(data))
     else:
         ours, theirs = _classes(data), _classes(model)
@@ -208,7 +224,8 @@ def by_name(data: Sequence[str], model: Sequence[str]) -> Match:
 
 
 def _settle(ours: list[_Class], theirs: list[_Class], key: str, numbers: np.ndarray) -> set[int]:
-    """Number the classes that share an id, or their first name, with one of theirs; which of them may be several."""
+    """Set the numbers of our classes that share `key` (their id or first name) with one of theirs. Returns those that
+    may be several of theirs."""
     left = _grouped(ours, key, {i for i, number in enumerate(numbers) if number != NONE})
     right = _grouped(theirs, key, set(numbers.tolist()))
     unsure = set()
@@ -223,6 +240,7 @@ def _settle(ours: list[_Class], theirs: list[_Class], key: str, numbers: np.ndar
 
 
 def _grouped(classes: list[_Class], key: str, without: set[int]) -> dict[str, list[int]]:
+    """The indices of classes by the value of `key`, except those in `without`."""
     groups: dict[str, list[int]] = defaultdict(list)
     for i, one in enumerate(classes):
         if i not in without and getattr(one, key) is not None:
@@ -231,7 +249,7 @@ def _grouped(classes: list[_Class], key: str, without: set[int]) -> dict[str, li
 
 
 def _paired(left: list[_Class], right: list[_Class]) -> dict[int, int]:
-    """Which of these classes, all of one name, is which of those, where that is certain."""
+    """Index of `left` to index of `right`, for classes that all share one name, where the pairing is certain."""
     pairs: dict[int, int] = {}
     for i, one in enumerate(left):
         whole = [k for k, other in enumerate(right) if "," in one.name and one.plain in other.wholes]
@@ -248,19 +266,20 @@ def _paired(left: list[_Class], right: list[_Class]) -> dict[int, int]:
 
 
 def _settle_rest(ours: list[_Class], theirs: list[_Class], numbers: np.ndarray, unsure: set[int]) -> set[int]:
-    """The same by any of their names."""
+    """As `_settle`, by any of their names, for the classes without a number that are not unsure."""
     taken, by_any = set(numbers.tolist()), defaultdict(set)
     for k, one in enumerate(theirs):
         for name in one.names if k not in taken else ():
             by_any[name].add(k)
     rest = [i for i in range(len(ours)) if numbers[i] == NONE and i not in unsure]
     found = {i: {k for name in ours[i].names for k in by_any[name] if _may_be(ours[i], theirs[k])} for i in rest}
-    wanted = Counter(k for several in found.values() for k in several)
-    for i, several in found.items():
-        if len(several) == 1 and wanted[next(iter(several))] == 1:
-            numbers[i] = several.pop()
-    return {i for i, several in found.items() if several}
+    claims = Counter(k for candidates in found.values() for k in candidates)
+    for i, candidates in found.items():
+        if len(candidates) == 1 and claims[next(iter(candidates))] == 1:
+            numbers[i] = candidates.pop()
+    return {i for i, candidates in found.items() if candidates}
 
 
 def _may_be(one: _Class, other: _Class) -> bool:
+    """Whether their WordNet ids allow that two classes are the same."""
     return one.id is None or other.id is None or one.id == other.id

@@ -1,8 +1,8 @@
-"""The config of a checkpoint: what it may hold, and that it is as it was saved.
+"""The config of a checkpoint: what it may hold, and the check that it is unchanged since it was saved.
 
-Two checksums tie a checkpoint together: `weights_sha256` is of the weights' file, so that config and weights belong to
-each other, and `config_sha256` of what the config says, the first one included. Whoever edits a config by hand takes
-`config_sha256` out of it. Checkpoints without checksums are read as they are.
+A checkpoint has two checksums: `weights_sha256` is that of the weights' file, so that config and weights belong
+together, and `config_sha256` that of the config's content, the first one included. To edit a config by hand, remove its
+`config_sha256`. Checkpoints without checksums are read as they are.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..settings import Word, options
 from .promise import Promise
 
 CONFIG, FORMAT = "config.json", 1
-LARGEST = 64 << 20  # bytes of a config, of which an ImageNet-21k's class names are not one
+LARGEST = 64 << 20  # bytes that a config may have, far more than ImageNet-21k's class names take
 DAMAGED = "the checkpoint is damaged, take another copy"
-OTHER_VERSION = "update dwindle, or take another copy"  # of a checkpoint that makes no sense here
+OTHER_VERSION = "update dwindle, or take another copy"  # for a checkpoint that this version cannot build
 SAVED = ("all", "method")
 
 
@@ -33,7 +33,7 @@ class Backbone(TypedDict):
 class Method(TypedDict, total=False):
     name: Word | None
     options: dict[str, Any]
-    trained: bool  # of older ones it is taken to be
+    trained: bool  # older checkpoints lack it, and count as trained
 
 
 class Config(TypedDict, total=False):
@@ -41,18 +41,18 @@ class Config(TypedDict, total=False):
     library: str
     backbone: Backbone
     method: Method
-    head: dict[str, Any]  # of one for patches
-    give_back: dict[str, Any]  # what stopped tokens get at the end
+    head: dict[str, Any]  # settings of a head for patches
+    give_back: dict[str, Any]  # settings of the state that stopped tokens get at the end
     saved: Literal["all", "method"]
     weights: Word  # 'float' or 'int8'
     extra: dict[str, Any]
-    id: str  # of older ones: the same in the weights' file
+    id: str  # in older checkpoints, where the weights' file holds the same id
     weights_sha256: str
     config_sha256: str
 
 
 class Extra(TypedDict, total=False):
-    """What is read again of what a checkpoint says besides; the rest is its owner's."""
+    """The entries of `extra` that Dwindle reads; users may add others."""
 
     preprocess: dict[str, Any]
     classes: list[str] | None
@@ -65,7 +65,8 @@ class Extra(TypedDict, total=False):
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Whole, unchanged, and every part of the type it must have; another library's as the family says that knows it."""
+    """The config of a folder, checked to be complete, unchanged and of the right types. Another library's config is
+    translated by the family that knows it."""
     path = folder / CONFIG
     if not path.is_file():
         raise DwindleError(
@@ -108,7 +109,7 @@ def _parsed(path: Path) -> Any:
 
 
 def signed(config: dict[str, Any]) -> dict[str, Any]:
-    """The config as JSON has it, with its checksum. Neither the order of its names nor its spaces count."""
+    """The config as JSON reads it back, with its checksum, which ignores the order of names and spaces."""
     try:
         kept = json.loads(json.dumps({name: value for name, value in config.items() if name != "config_sha256"}))
         text = json.dumps(kept, sort_keys=True)
@@ -118,6 +119,6 @@ def signed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_extra(extra: dict[str, Any]) -> None:
-    """The parts that are read again, of their types."""
+    """Refuse values of the wrong type in the entries of `extra` that Dwindle reads."""
     known = Extra.__annotations__
     options({name: value for name, value in extra.items() if name in known}, Extra, "extra")

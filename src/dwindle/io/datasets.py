@@ -1,4 +1,4 @@
-"""Labelled images, and parts of them. opening.py finds them by name, images.py decodes, batches.py serves them."""
+"""Labelled images, and parts of them. opening.py opens them by name, images.py decodes, batches.py makes batches."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ Source = Callable[[int], Image.Image]  # decodes row i; worker processes can cop
 
 
 def from_file(folder: Path, paths: np.ndarray, i: int) -> Image.Image:
+    """Decode the i-th of these files. paths: encoded names, relative to the folder."""
     return load_image(folder / os.fsdecode(paths[i]))
 
 
 class Images(Dataset):
     """A map-style data set: `images[i]` is (RGB image or `transform` of it, label).
 
-    split: which one of the data's `splits` these are; None where it has none. where: the same for people.
-    match: how their labels became a model's.
-    skip: whether corrupt images are skipped, by whoever reads in batches; None: who asks for these cannot choose.
-    corrupt: those met, by their rows in the source, and why.
+    split: which of the data's `splits` these are; None where it has none. where: the same in words.
+    match: how their classes were matched to a model's.
+    skip: whether reading in batches skips corrupt images; None: no, and the user has no option to choose it.
+    corrupt: the corrupt images found so far: reason by row in the source.
     """
 
     def __init__(
@@ -61,18 +62,18 @@ class Images(Dataset):
         return len(self.rows)
 
     def about(self) -> dict[str, Any]:
-        """Which images these are, for JSON, and how their labels were found."""
+        """As JSON: which images these are, and how their classes were matched."""
         on = f"{self.where}: {len(self) - len(self.corrupt):,} images"
         broken = {"corrupt": len(self.corrupt)} if self.corrupt else {}
         return {"on": on} | broken | (self.match.about() if self.match else {})
 
     def told(self) -> str:
-        """The same for people."""
+        """The same in sentences."""
         broken = f" {len(self.corrupt)} corrupt ones are skipped." if self.corrupt else ""
         return f"{self.about()['on']}.{broken}" + (f" {self.match.told()}" if self.match else "")
 
     def row(self, i: int) -> int:
-        """Where the source has image i."""
+        """The row of image i in the source."""
         return int(self.rows[i])
 
     def image(self, i: int) -> Image.Image:
@@ -80,16 +81,17 @@ class Images(Dataset):
         return self.source(self.row(i))
 
     def file(self, i: int) -> str | None:
-        """What image i is called, where it is."""
+        """The file name of image i, if it has one."""
         return self.file_of(self.row(i))
 
     def file_of(self, row: int) -> str | None:
+        """The file name of the image in this row of the source, if it has one."""
         if isinstance(self.source, partial) and self.source.func is from_file:
             return shown(os.fsdecode(self.source.args[1][row]))
         return self.source.path(row) if isinstance(self.source, Parquet) else None
 
     def sample(self) -> Image.Image:
-        """The first image that can be read, or whatever is wrong with the first."""
+        """The first image that can be read. Raises the first image's error where corrupt ones are not skipped."""
         for i in range(len(self)):
             try:
                 return self.image(i)
@@ -98,22 +100,22 @@ class Images(Dataset):
         raise CorruptImage(f"None of the images of '{self.name}' can be read; give others.")
 
     def skipped(self, i: int, error: CorruptImage) -> dict[int, str]:
-        """Image i, noted as corrupt; the error itself where those are not skipped."""
+        """{row: reason} for the corrupt image i; raises the error where corrupt images are not skipped."""
         if self.skip is not True:
             hint = "" if self.skip is None else "; --skip-corrupt (--set skip_corrupt=true) goes on without it"
             raise CorruptImage(f"{str(error).removesuffix('.')}{hint}.") from error
         return {self.row(i): str(error)}
 
     def corrupt_files(self) -> list[tuple[str, str]]:
-        """Those skipped: what they are called, and what is wrong."""
+        """(file name or row, reason) of each corrupt image found so far."""
         return [(self.file_of(row) or f"row {row}", why) for row, why in sorted(self.corrupt.items())]
 
     def instead_of(self, i: int) -> Iterator[int]:
-        """Image i, then the following ones of its class, round to those before it."""
+        """Image i, then the others of its class: those after it, then those before it."""
         yield i
-        like = np.flatnonzero(self.labels == self.labels[i])
-        at = int(np.searchsorted(like, i))
-        yield from (int(j) for j in (*like[at + 1 :], *like[:at]))
+        same_class = np.flatnonzero(self.labels == self.labels[i])
+        at = int(np.searchsorted(same_class, i))
+        yield from (int(j) for j in (*same_class[at + 1 :], *same_class[:at]))
 
     def __getitem__(self, i: int) -> tuple[Any, int]:
         image = self.image(i)
@@ -121,34 +123,34 @@ class Images(Dataset):
 
     @property
     def streams(self) -> bool:
-        """Whether the images are too many to hold at once, so that the order they are read in matters."""
+        """Whether the images are too many to hold in memory, so that the order of reading matters."""
         return isinstance(self.source, Parquet) and not self.source.fits(self.rows)
 
     def warm(self) -> None:
-        """Read what threads and forked workers can then share."""
+        """Read the images' encoded bytes now, if they fit in memory, so that threads and forked workers share them."""
         if isinstance(self.source, Parquet) and not self.streams:
             self.source.warm(self.rows)
 
     def share_memory(self, workers: int) -> None:
-        """In a worker: hold a worker's part of the memory, yet never less than what is shuffled together."""
+        """Called in a worker: limit it to its part of the memory, but not below the rows that are shuffled together."""
         if isinstance(self.source, Parquet) and self.streams:
             self.source.room = max(self.source.memory // workers, self.source.window)
 
     def shuffled(self, generator: torch.Generator) -> np.ndarray:
-        """Every index once, in random order; where images stream, window after window of row groups."""
+        """Every index once, in random order; where images stream, one window of row groups after another."""
         order = torch.randperm(len(self), generator=generator).numpy()
         if isinstance(self.source, Parquet) and self.streams:
             order = order[np.argsort(self.source.windows(self.rows, generator)[order], kind="stable")]
         return order
 
     def with_transform(self, transform: Transform) -> Self:
-        """The same images, transformed; corrupt ones are noted for both."""
-        made = copy.copy(self)
-        made.transform = transform
-        return made
+        """The same images with this transform. Both share the record of corrupt images."""
+        images = copy.copy(self)
+        images.transform = transform
+        return images
 
     def select(self, indices: np.ndarray | slice) -> Self:
-        """A view on some of the images; classes stay those of the whole."""
+        """A view of some of the images, with the classes of the whole."""
         part = copy.copy(self)
         part.rows, part.labels, part.corrupt = self.rows[indices], self.labels[indices], {}
         return part
@@ -170,7 +172,7 @@ def limit(images: Some, n: int, seed: int | None = None) -> Some:
 
 
 def hold_out(images: Images, share: float, seed: int = 0) -> tuple[Images, Images]:
-    """The images without a share of them, and that share: of each class as large a part as of the whole, within one."""
+    """Split off a share of the images: (the rest, the share). The share is the same of each class, within one image."""
     n = len(images)
     if not 0 < share < 1 or n < 2:
         raise DwindleError(
@@ -179,7 +181,7 @@ def hold_out(images: Images, share: float, seed: int = 0) -> tuple[Images, Image
     rng = np.random.default_rng(seed)
     by_class = np.lexsort((rng.permutation(n), images.labels))
     count = min(max(round(share * n), 1), n - 1)
-    # Evenly spaced along the classes laid end to end, so that classes of one image are sampled fairly too.
+    # Evenly spaced along the images sorted by class, so that classes of one image are sampled fairly too.
     held = np.zeros(n, dtype=bool)
     held[by_class[((np.arange(count) + rng.random()) * n / count).astype(np.int64)]] = True
     parts = images.select(np.flatnonzero(~held)), images.select(np.flatnonzero(held))
@@ -189,7 +191,10 @@ def hold_out(images: Images, share: float, seed: int = 0) -> tuple[Images, Image
 
 
 def matched(images: Images, names: list[str] | None, count: int, owner: str = "the model") -> Images:
-    """The images of the classes that are among `count`, perhaps with names, of a model's; labelled by its numbers."""
+    """The images whose classes a model has, labelled by the model's numbers.
+
+    names, count: the model's class names, or None, and how many classes it has. owner: what errors call the model.
+    """
     high = int(images.labels.max(initial=-1))
     check_labels(images.labels, high + 1)
     if high >= images.num_classes:
@@ -209,14 +214,14 @@ def matched(images: Images, names: list[str] | None, count: int, owner: str = "t
 
 
 def relabelled(images: Images, found: Match) -> Images:
-    """All of them; -1 labels those of classes that have no number."""
+    """All images, labelled by the numbers of a match; -1 where their class has no number."""
     part = images.select(slice(None))
     part.labels = np.where(images.labels < 0, -1, found.numbers[images.labels])
     return part
 
 
 def in_order(images: Images, names: list[str]) -> Images:
-    """Numbered as a head does whose classes have these names, in another order; without names of their own by these."""
+    """The images, relabelled to the order of these names. Images without class names get these names, unchanged."""
     if images.classes is None:
         part = images.select(slice(None))
         part.classes = names

@@ -1,4 +1,4 @@
-"""What comes from the Hugging Face Hub, and how soon it is known that it cannot be asked."""
+"""Downloads from the Hugging Face Hub, and a quick check of whether the Hub can be reached."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from threading import Thread
 
 from ..errors import DwindleError
 
-PATIENCE = 5.0  # seconds in which the Hub says something, if it can be reached
+PATIENCE = 5.0  # seconds within which the Hub answers, if it can be reached
 
 
 def is_hub_id(name: str) -> bool:
+    """Whether a name has the form of a Hub id, owner/name."""
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name))
 
 
 def fetched(name: str, revision: str | None, names: Sequence[str]) -> Path:
-    """The folder of these files of a repository: from the Hub, or, where it does not answer, as fetched before."""
+    """The local folder of these files of a Hub repository, from the cache where the Hub does not answer."""
     from huggingface_hub import snapshot_download
 
     online = answers()
@@ -37,7 +38,7 @@ def fetched(name: str, revision: str | None, names: Sequence[str]) -> Path:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """For what asks the Hub itself, as timm does: where it does not answer, only what was fetched before counts."""
+    """A context for libraries that ask the Hub themselves, such as timm: they use their cache if it does not answer."""
     from huggingface_hub import constants
 
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE or not answers()
@@ -48,27 +49,27 @@ def no_waiting() -> Iterator[None]:
 
 
 def answers() -> bool:
-    """Whether the Hub says anything within PATIENCE; without a network its own library goes on trying for a minute.
+    """Whether the Hub answers within PATIENCE. (Without a network its own library retries for a minute.)
 
-    True where it is told to stay offline (HF_HUB_OFFLINE): then it does not ask. In a thread, as looking up a host's
-    name knows no time limit.
+    With HF_HUB_OFFLINE set the result is True, because then its library does not ask the Hub. The request runs in a
+    thread, because looking up a host's name has no time limit.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
     if constants.HF_HUB_OFFLINE:
         return True
-    answers: SimpleQueue[bool] = SimpleQueue()
+    result: SimpleQueue[bool] = SimpleQueue()
 
     def ask() -> None:
-        heard = False
+        answered = False
         with suppress(Exception):
             get_session().head(constants.ENDPOINT, timeout=PATIENCE)
-            heard = True
-        answers.put(heard)
+            answered = True
+        result.put(answered)
 
     Thread(target=ask, daemon=True).start()
     try:
-        return answers.get(timeout=PATIENCE)
+        return result.get(timeout=PATIENCE)
     except Empty:
         return False

@@ -1,4 +1,4 @@
-"""Chance as a function of numbers: of a seed, an epoch, an image."""
+"""Random generators seeded by several numbers, such as a seed, an epoch and an image's index."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ def mix(*key: int) -> int:
 
 
 def generator_of(*key: int) -> torch.Generator:
+    """A CPU generator seeded by several numbers."""
     return torch.Generator().manual_seed(mix(*key))
 
 
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
-    """Every CPU generator as a function of `key`, and as it was before on leaving."""
+    """A context in which every global CPU generator is seeded by `key`; on leaving, their states are restored."""
     outer = random.getstate(), np.random.get_state(), torch.get_rng_state()
     seed = mix(*key)
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""A vision transformer by its name: timm's, a folder of Hugging Face's, or a checkpoint. No code of a folder's runs."""
+"""Open a vision transformer by name: timm's, a Hugging Face folder or a checkpoint. A folder's own code never runs."""
 
 from __future__ import annotations
 
@@ -18,33 +18,36 @@ from .config import CONFIG
 from .download import no_waiting
 from .images import Preprocess
 
-RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # as Hugging Face's configs number them
+RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # the numbers in Hugging Face's configs
 
 
 def open_encoder(source: str, weights: str | None = None, image_size: int | None = None) -> AdaptiveViT | nn.Module:
-    """An adapted model, of a checkpoint; else a plain one, still to be adapted, in eval mode.
+    """The adapted model of a checkpoint; of any other source the plain model, not yet adapted. Both in eval mode.
 
-    weights: of a timm name, a file or a folder that holds `model.safetensors`; None: those that timm fetches.
-    image_size: of a timm name, the side of its images; None: its own.
+    weights: for a timm name, a file or a folder that holds `model.safetensors`; None: those that timm fetches.
+    image_size: for a timm name, the side of its images; None: the size the model was built for.
     """
     import timm
 
     if timm.is_model(source):
         vit = timm_vit(source, weights or "pretrained")
-        return (vit if image_size is None else resized(vit, image_size)).eval()
+        return (vit if image_size is None else with_image_size(vit, image_size)).eval()
     if not is_checkpoint(source):
         hint = "give a timm model's name, a folder of Hugging Face's or a checkpoint"
         raise unknown("model or checkpoint", source, [*timm.list_models(), *shipped()], hint)
-    for option, given in (("--weights", weights), ("--image-size", image_size)):
-        if given is not None:
-            raise DwindleError(f"{option} {given}: it is for a timm name, and {source} brings its own; leave it out.")
+    for option, value in (("--weights", weights), ("--image-size", image_size)):
+        if value is not None:
+            raise DwindleError(f"{option} {value}: it is for a timm name, and {source} brings its own; leave it out.")
     folder = find(source)
     return load_as(AdaptiveViT, folder) if not _architectures(folder) else _from_hugging_face(folder)
 
 
 def timm_vit(name: str, weights: str | None, image_size: int | None = None, classes: int | None = None) -> Any:
-    """timm's model of this name. weights: 'pretrained' (timm fetches them), a file or a folder; None: random ones.
-    image_size: of random or fetched ones. classes: of its head; None: as it comes."""
+    """timm's model of this name.
+
+    weights: 'pretrained' (timm fetches them), a file or a folder; None: random weights. image_size: the side of its
+    images, for random or fetched weights. classes: outputs of its head; None: as timm builds it.
+    """
     import timm
 
     if not timm.is_model(name):
@@ -71,13 +74,13 @@ def timm_vit(name: str, weights: str | None, image_size: int | None = None, clas
     return vit
 
 
-def resized(vit: Any, size: int) -> Any:
-    """The same model for images of another size, if it can be had; its positions are resampled."""
-    own = tuple(vit.patch_embed.img_size) if hasattr(vit, "patch_embed") else None
-    if own == (size, size):
+def with_image_size(vit: Any, size: int) -> Any:
+    """The same model set to square images of this side, with its position embedding resampled; refused if it cannot."""
+    current = tuple(vit.patch_embed.img_size) if hasattr(vit, "patch_embed") else None
+    if current == (size, size):
         return vit
     if not hasattr(vit, "set_input_size"):
-        built = "another size" if own is None else str(own[0])
+        built = "another size" if current is None else str(current[0])
         raise DwindleError(
             f"image_size = {size}: {type(vit).__name__} was built for {built}; leave it out, or build the model for "
             "that size."
@@ -93,12 +96,12 @@ def resized(vit: Any, size: int) -> Any:
 
 
 def _architectures(folder: Path) -> list[str]:
-    """What a config of Hugging Face's calls its model; nothing of one of ours, or of none."""
+    """The model classes that a Hugging Face config names; empty for a config of Dwindle's, or where there is none."""
     try:
-        held = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    names = held.get("architectures") if isinstance(held, dict) and held.get("library") != "dwindle" else None
+    names = config.get("architectures") if isinstance(config, dict) and config.get("library") != "dwindle" else None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
@@ -114,28 +117,28 @@ def _from_hugging_face(folder: Path) -> nn.Module:
         )
     try:
         vit = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, trust_remote_code=False)
-    except Exception as error:  # configs of anywhere
+    except Exception as error:  # a config from anywhere may raise anything
         why = printable(str(error).partition("\n")[0])
         raise DwindleError(f"{folder} cannot be read by transformers ({why}); take another copy.") from error
     return vit.eval()
 
 
 def prepared_as(source: str) -> dict[str, Any]:
-    """How a folder of Hugging Face's says that its images are prepared, as `extra.preprocess`; else nothing."""
+    """{"preprocess": ...}: the preprocessing that a Hugging Face folder states, as `extra` keeps it; else {}."""
     path = Path(source) / "preprocessor_config.json"
     try:
-        held = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        stated = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise DwindleError(f"{path} is not valid JSON ({error}); take another copy.") from error
-    if not isinstance(held, dict) or not held:
+    if not isinstance(stated, dict) or not stated:
         return {}
-    crop, size = held.get("crop_size"), held.get("size")
-    side = _side(crop) if crop and held.get("do_center_crop", True) else _side(size)
-    made: dict[str, Any] = {"size": side, "mean": held.get("image_mean"), "std": held.get("image_std")}
-    made["interpolation"] = RESAMPLING.get(held.get("resample", 3), "bicubic")
+    crop, size = stated.get("crop_size"), stated.get("size")
+    side = _side(crop) if crop and stated.get("do_center_crop", True) else _side(size)
+    fields: dict[str, Any] = {"size": side, "mean": stated.get("image_mean"), "std": stated.get("image_std")}
+    fields["interpolation"] = RESAMPLING.get(stated.get("resample", 3), "bicubic")
     short = _side(size)
-    made["crop_pct"] = side / short if side and short and short >= side else None
-    return {"preprocess": Preprocess(**{n: v for n, v in made.items() if v is not None}).to_dict()}
+    fields["crop_pct"] = side / short if side and short and short >= side else None
+    return {"preprocess": Preprocess(**{n: v for n, v in fields.items() if v is not None}).to_dict()}
 
 
 def _side(size: Any) -> int | None:
@@ -152,9 +155,9 @@ def adapted_encoder(
     budget: float | None = None,
     by_itself: str = "ToMe.for_features",
 ) -> tuple[AdaptiveViT, bool]:
-    """The model adapted, and whether it was adapted here: a plain one by a method that needs no training.
+    """The adapted model, and whether it was adapted here: a plain model is, by a method that needs no training.
 
-    method: of a plain model; None: `by_itself`. budget: its share of the static cost, by itself 0.5.
+    method: what to adapt a plain model by; None: `by_itself`. budget: its share of the static cost; None: 0.5.
     """
     chosen = untrained(method or by_itself, budget)
     model = open_encoder(source, weights, image_size)
@@ -168,8 +171,8 @@ def adapted_encoder(
 
 
 def untrained(name: str, budget: float | None = None) -> Method:
-    """A method of this name that answers without training. budget: by itself 0.5."""
-    ready = {way: kind for way, kind in ways().items() if not kind.needs_training}
+    """A method of this name, if it needs no training. budget: its share of the static cost; None: 0.5."""
+    ready = {full_name: kind for full_name, kind in ways().items() if not kind.needs_training}
     if name not in ready:
         hint = "others are trained first" if name in Method.registry else ""
         raise unknown("method without training", name, ready, hint)

@@ -1,4 +1,4 @@
-"""Folders of images: what lies in them, which of their folders are classes, and which are splits."""
+"""Folders of images: the files in them, which subfolders are classes, and which are splits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from ..errors import DwindleError, unknown
 from ..files import shown
 
-EVALUATION = ("validation", "val", "valid", "test")  # synonyms, in the order they are tried: "test" often has no labels
+EVALUATION = ("validation", "val", "valid", "test")  # synonyms in the order they are tried: "test" often has no labels
 SPLITS = ("train", *EVALUATION)
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 FORMS = "expected class folders (folder/class_a/*.jpg, or folder/train/class_a/*.jpg) or Hugging Face parquet files."
 PART_OF_A_SET = re.compile(
     r"(train|val|valid|validation|test|eval|dev|data)(ing|set)?([_-](256|large).*)?", re.IGNORECASE
 )
-# Places365 as its authors (and torchvision) lay it out: classes in folders by their first letter, val without folders.
+# Places365 in its authors' (and torchvision's) layout: class folders below their first letter, val without folders.
 PLACES = {
     "train": [f"data_{size}{kind}" for kind in ("", "_standard", "_challenge") for size in ("256", "large")],
     "val": ["val_256", "val_large"],
@@ -27,16 +27,16 @@ PLACES = {
 CATEGORIES, VAL_LIST = "categories_places365.txt", "places365_val.txt"
 LISTS = ", ".join((CATEGORIES, VAL_LIST))
 
-Identity = tuple[int, int]
+Identity = tuple[int, int]  # device and inode of a folder
 
 
 class NoSplit(DwindleError):
-    """A data set that lacks the split asked for."""
+    """The data set lacks the split asked for."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Files by class. split: which of the folder's; None where it has none."""
+    """Image files and their labels. split: which of the folder's `splits` they are; None where it has none."""
 
     root: Path
     names: list[str]  # relative to the root
@@ -47,7 +47,10 @@ class Found:
 
 
 def pick(split: str, there: list[str], name: str) -> str:
-    """The split asked for, or for an evaluation word whichever of its synonyms exists."""
+    """The split asked for; for a name of an evaluation split, the first of its synonyms that exists.
+
+    there: the splits that exist. name: the data set's, for errors.
+    """
     for word in (split, *(EVALUATION if split in EVALUATION else ())):
         if word in there:
             return word
@@ -58,21 +61,21 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
 
 
-def image_files(folder: Path, met: set[Identity] | None = None) -> Iterator[str]:
-    """Image files under a folder, by their paths in it: its own in order, then those of its folders.
+def image_files(folder: Path, visited: set[Identity] | None = None) -> Iterator[str]:
+    """Paths, relative to a folder, of the image files under it: its own in order, then those of its subfolders.
 
-    Links are followed, but below the folder none is entered twice, nor one of `met`, which takes those up. What is
-    neither file nor folder (a pipe, a device) is none; a link to nothing is, so that whoever reads it can say so.
+    Links are followed, but no subfolder is entered twice, nor one of `visited`, to which the folders are added. Pipes
+    and devices are left out. A broken link is included, so that reading it gives an error.
     """
-    met = set() if met is None else met
+    visited = set() if visited is None else visited
     todo = [""]
     while todo:
         inner = todo.pop()
         at = folder / inner
         identity = _identity(at)
-        if inner and identity in met:
+        if inner and identity in visited:
             continue
-        met.add(identity)
+        visited.add(identity)
         entries = _entries(at)
         files = [e.name for e in entries if is_image(e.name) and (_is_file(e) or _leads_nowhere(e))]
         yield from (os.path.join(inner, name) for name in files)
@@ -80,13 +83,14 @@ def image_files(folder: Path, met: set[Identity] | None = None) -> Iterator[str]
 
 
 def subfolders(folder: Path) -> list[str]:
-    """By name; without hidden ones and links back to the folder or to one that it lies in."""
+    """Names of the subfolders, sorted, without hidden ones and links to the folder itself or one of its parents."""
     above = _above(folder)
     found = [e.name for e in _entries(folder) if not e.name.startswith(".") and _is_dir(e)]
     return [name for name in found if _identity(folder / name) not in above]
 
 
 def _entries(folder: Path) -> list[os.DirEntry]:
+    """What is in a folder, sorted by name."""
     try:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)
@@ -97,13 +101,14 @@ def _entries(folder: Path) -> list[os.DirEntry]:
 
 
 def _identity(folder: Path) -> Identity:
-    about = os.stat(folder)
-    return about.st_dev, about.st_ino
+    stat = os.stat(folder)
+    return stat.st_dev, stat.st_ino
 
 
 def _above(folder: Path) -> set[Identity]:
-    place = folder.resolve()
-    return {_identity(place) for place in (place, *place.parents)}
+    """The folder and its parents."""
+    path = folder.resolve()
+    return {_identity(part) for part in (path, *path.parents)}
 
 
 def _is_dir(entry: os.DirEntry) -> bool:
@@ -130,7 +135,7 @@ def class_folders(folder: Path, split: str, name: str) -> Found:
         return _places(folder, places, split, name)
     here = subfolders(folder)
     splits = {word.lower(): word for word in here if word.lower() in SPLITS}
-    # A class may be called "train" too: a split holds class folders, or stands among nothing but splits.
+    # A class may be called "train" too. Such folders are splits only if they hold class folders, or if all are splits.
     if splits and (len(splits) == len(here) or any(subfolders(folder / s) for s in splits.values())):
         chosen = pick(split, list(splits), name)
         part = folder / splits[chosen]
@@ -155,6 +160,7 @@ def class_folders(folder: Path, split: str, name: str) -> Found:
 
 
 def _in_classes(part: Path, classes: list[str]) -> Found:
+    """The images of a folder whose subfolders are these classes."""
     roots: dict[Identity, str] = {}
     for word in classes:
         if (part / word).is_dir() and (same := roots.setdefault(_identity(part / word), word)) != word:
@@ -164,11 +170,11 @@ def _in_classes(part: Path, classes: list[str]) -> Found:
             )
     names: list[str] = []
     labels: list[int] = []
-    met = _above(part) | roots.keys()
+    visited = _above(part) | roots.keys()
     for label, word in enumerate(classes):
         if not (part / word).is_dir():  # a class of the training folders that this split lacks
             continue
-        found = [os.path.join(word, inner) for inner in image_files(part / word, met)]
+        found = [os.path.join(word, inner) for inner in image_files(part / word, visited)]
         names += found
         labels += [label] * len(found)
     if not names:
@@ -183,7 +189,7 @@ def _in_classes(part: Path, classes: list[str]) -> Found:
 
 
 def _check_depth(part: Path, names: list[str]) -> None:
-    """Refuse a tree whose folders hold nothing but folders: those may be the classes, and these what they lie in."""
+    """Refuse a tree whose folders hold nothing but folders, because the classes may be the inner folders."""
     inner = {name.split(os.sep, 2)[1] for name in names if name.count(os.sep) > 1}
     if any(name.count(os.sep) == 1 for name in names) or len(inner) == 1:  # one: as in class/images/*.jpg
         return
@@ -196,11 +202,13 @@ def _check_depth(part: Path, names: list[str]) -> None:
 
 
 def _places_parts(folder: Path) -> dict[str, Path]:
+    """The folders of Places365's splits, by split; empty for another data set."""
     found = {split: [folder / word for word in words if (folder / word).is_dir()] for split, words in PLACES.items()}
     return {split: places[0] for split, places in found.items() if places}
 
 
 def _places(folder: Path, parts: dict[str, Path], split: str, name: str) -> Found:
+    """The images of one of Places365's splits."""
     chosen = pick(split, list(parts), name)
     part, listed = parts[chosen], _read_list(folder / CATEGORIES)
     classes = None if listed is None else [_place_name(word) for word, _ in sorted(listed, key=lambda row: row[1])]
@@ -221,7 +229,7 @@ def _places(folder: Path, parts: dict[str, Path], split: str, name: str) -> Foun
 
 
 def _read_list(path: Path) -> list[tuple[str, int]] | None:
-    """Lines of a name and a number."""
+    """The lines of a file, each a name and a number; None if there is no such file."""
     if not path.is_file():
         return None
     try:
@@ -235,12 +243,15 @@ def _read_list(path: Path) -> list[tuple[str, int]] | None:
 
 
 def _place_name(path: str) -> str:
-    """'/b/bow_window/indoor' is the class bow_window/indoor."""
+    """The class of a path: '/b/bow_window/indoor' is bow_window/indoor."""
     return re.sub(r"^/?[a-z]/", "", path)
 
 
 def _by_letter(part: Path, classes: list[str] | None = None) -> Found:
-    """Classes in folders by their first letter; a class is a folder with images in it. classes: as a list has them."""
+    """The images of class folders below folders of their first letter; every folder that holds images is a class.
+
+    classes: all classes in order; None: those that are found, sorted.
+    """
     names = list(image_files(part))
     words = [_place_name(os.path.dirname(name).replace(os.sep, "/")) for name in names]
     if not names:

@@ -1,4 +1,4 @@
-"""To the Hugging Face Hub: the checkpoint folder as `save` writes it, and a model card filled from its results."""
+"""Upload to the Hugging Face Hub: the checkpoint folder that `save` writes, and a model card with its results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def push_to_hub(
 ) -> str:
     """Upload config.json, model.safetensors and README.md; `dwindle.load(repo)` reads them back. Returns the address.
 
-    token: by itself the one `hf auth login` left behind.
+    token: None: the one that `hf auth login` stored.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise DwindleError(f"'{repo}' is no Hub id; give owner/name.")
@@ -46,7 +46,7 @@ def push_to_hub(
 
 
 def hub_folder(model: nn.Module, folder: str | os.PathLike, repo: str) -> Path:
-    """The repository as it will lie on the Hub."""
+    """Write the repository's files into a folder, and return its path. repo: the Hub id, for the card."""
     path = save(model, folder)
     write_card(path, repo)
     assert all((path / name).is_file() for name in (CONFIG, WEIGHTS))

@@ -1,4 +1,4 @@
-"""One image: decoded safely, and brought into the form a model wants."""
+"""Decode one image safely, and bring it into the form that a model takes."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from ..errors import DwindleError, brief, unknown
 from ..files import shown
 from ..settings import Above0, ImageSize, Within, check_fields
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # Pillow's rarer decoders are slow to ask and less safe
-MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb; here it is an error
-BAND = 1 << 19  # pixels laid over white at once
-STRIP = 16  # times as long as it is wide
-REACH = 3  # pixels, of the widest filter (Lanczos)
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # Pillow's rarer decoders are slow to try and less safe
+MAX_PIXELS = 89_478_485  # from here on Pillow warns of a decompression bomb; here it is an error
+BAND = 1 << 19  # pixels that are composited over white at once
+STRIP = 16  # an image is a strip if its long side is more than this many times the short one
+REACH = 3  # pixels that the widest filter (Lanczos) reads on either side
 
 Transform = Callable[[Image.Image], Any]
 
 
 class CorruptImage(DwindleError):
-    """An image that is damaged, missing, too large or of a kind whose meaning nothing tells."""
+    """An image is damaged, missing, too large, or its pixel values cannot be interpreted."""
 
 
 def load_image(
     source: str | os.PathLike | bytes | bytearray | memoryview | Image.Image | np.ndarray, what: str | None = None
 ) -> Image.Image:
-    """Decode a file, its bytes, an image of Pillow's or 8-bit pixels (height, width, 3) to upright RGB; of several
-    pages or frames the first. `what` names the source in errors."""
+    """Decode a file, its bytes, a Pillow image or 8-bit pixels (height, width, 3) to upright RGB; the first of several
+    pages or frames. `what` names the source in errors."""
     opened: Callable[[], Image.Image]
     if isinstance(source, bytes | bytearray | memoryview):
         what, opened = what or "in the bytes given", partial(open_file, io.BytesIO(source))
@@ -63,7 +63,7 @@ def load_image(
         raise
     except FileNotFoundError as error:
         raise CorruptImage(f"There is no file {what}; check the path.") from error
-    except UnidentifiedImageError as error:  # its own words name an object in memory, where there is no file
+    except UnidentifiedImageError as error:  # its own message would name an object in memory where there is no file
         raise CorruptImage(
             f"Cannot decode the image {what}: it is damaged or none of {', '.join(FORMATS)}; replace it."
         ) from error
@@ -72,22 +72,22 @@ def load_image(
 
 
 def open_file(source: Any) -> Image.Image:
-    """Pillow's image of a file, one that can be read to its end: opening a fifo would wait, a device never end."""
+    """The Pillow image of a file. Only regular files are opened: a pipe would block, and a device has no end."""
     if not isinstance(source, io.BytesIO) and not stat.S_ISREG(os.stat(source).st_mode):
         raise ValueError("it is a folder, a pipe or a device, and no file")
     return Image.open(source, formats=FORMATS)
 
 
 def _of_pixels(pixels: np.ndarray) -> Image.Image:
-    flat = pixels.ndim in (2, 3) and pixels.shape[2:] in ((), (1,), (3,), (4,))
-    if pixels.dtype != np.uint8 or not flat or not pixels.size:
-        given = f"its shape is {pixels.shape} and its type {pixels.dtype}"
-        raise ValueError(f"{given}, and 8-bit pixels (height, width, 3) were expected")
+    is_image = pixels.ndim in (2, 3) and pixels.shape[2:] in ((), (1,), (3,), (4,))
+    if pixels.dtype != np.uint8 or not is_image or not pixels.size:
+        actual = f"its shape is {pixels.shape} and its type {pixels.dtype}"
+        raise ValueError(f"{actual}, and 8-bit pixels (height, width, 3) were expected")
     return Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Decoded, turned as its EXIF says, in RGB. May be the image itself, changed."""
+    """The image decoded, rotated by its EXIF orientation, in RGB. It may be the same object, changed in place."""
     kind = image.format
     ImageOps.exif_transpose(image, in_place=True)
     image.load()
@@ -103,7 +103,7 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """A band of rows at a time: a large image is not there four times over."""
+    """A transparent image composited over white, a band of rows at a time, to save memory."""
     flat, rows = Image.new("RGB", image.size), max(1, BAND // image.width)
     for top in range(0, image.height, rows):
         band = image.crop((0, top, image.width, min(top + rows, image.height))).convert("RGBA")
@@ -112,7 +112,7 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def _from_sixteen_bits(values: np.ndarray) -> Image.Image:
-    """Pillow's own conversion clips at 255 instead of scaling."""
+    """An 8-bit image of 16-bit values. (Pillow's own conversion clips at 255 instead of scaling.)"""
     low, high = int(values.min()), int(values.max())
     if low < 0 or high > 65535:
         raise ValueError(
@@ -122,6 +122,7 @@ def _from_sixteen_bits(values: np.ndarray) -> Image.Image:
 
 
 def _from_floats(values: np.ndarray) -> Image.Image:
+    """An 8-bit image of floats from 0 to 1."""
     low, high = float(values.min()), float(values.max())
     if not math.isfinite(low + high):
         raise ValueError("it holds values that are no numbers (NaN or infinite)")
@@ -131,10 +132,10 @@ def _from_floats(values: np.ndarray) -> Image.Image:
 
 
 def resized_middle(image: Image.Image, short: int, size: int, filter: Image.Resampling) -> Image.Image:
-    """The middle square of an image whose short side was resized: torchvision's Resize and CenterCrop, bit for bit.
+    """The middle square of an image whose short side is resized: torchvision's Resize and CenterCrop, bit for bit.
 
-    What the crop leaves out is not resampled where Pillow gives the same pixels without it; nor in a strip, of which it
-    would be nearly all.
+    short: the resized short side. size: the square's side. What the crop leaves out is not resampled where Pillow gives
+    the same pixels without it, nor in a strip (there pixels may differ), of which the crop leaves out nearly all.
     """
     least = min(image.size)
     wide, high = (short if side == least else int(short * side / least) for side in image.size)
@@ -156,8 +157,10 @@ def resized_middle(image: Image.Image, short: int, size: int, filter: Image.Resa
 def resized_box(
     image: Image.Image, size: int, filter: Image.Resampling, box: tuple[float, float, float, float]
 ) -> Image.Image:
-    """A part of an image as a square. Its cost is that of the part, wherever in the image it lies."""
-    corners = []  # of what the filter reaches; Pillow keeps the box as float32, which far from a corner tells little
+    """A part of an image, resized to a square of this side. The cost does not depend on the rest of the image."""
+    # The pixels that the filter reads are cropped first: Pillow keeps the box as float32, which is imprecise far from
+    # the image's corner.
+    corners = []
     for begin, end, side in zip(box[:2], box[2:], image.size):
         reach = math.ceil(REACH * max((end - begin) / size, 1)) + 1
         corners.append((max(math.floor(begin) - reach, 0), min(math.ceil(end) + reach, side)))
@@ -168,7 +171,7 @@ def resized_box(
 
 
 class _Part(NamedTuple):
-    """Along one side: the first pixel to make, how many, and what of the source they lie on."""
+    """Along one side: the first pixel to compute, how many, and which interval of the source they cover."""
 
     first: int
     pixels: int
@@ -177,10 +180,10 @@ class _Part(NamedTuple):
 
 
 def _part(side: int, resized: int, first: int, count: int) -> _Part:
-    """Of a side that is resized; the whole of it where a part could differ.
+    """The part to resample along a side, or the whole side where resampling a part could give other pixels.
 
-    Pillow places the pixels of a part by the part's own edges, kept as float32. Where a pixel is a whole number of
-    2^-k of the source's, these and all sums are exact, and a pixel's weights are those it has in the whole.
+    Pillow places the pixels of a part by the part's own edges, kept as float32. Where a pixel's width in the source is
+    a whole number of 2^-k, the edges and all sums are exact, and a pixel has the same weights as in the whole.
     """
     steps = resized // math.gcd(side, resized)
     if steps & (steps - 1) or side * steps >= 1 << 24:
@@ -189,23 +192,25 @@ def _part(side: int, resized: int, first: int, count: int) -> _Part:
 
 
 def _place(side: int, resized: int, first: int, count: int) -> _Part:
+    """The part of `count` pixels from `first` on, of a side that is resized."""
     return _Part(first, count, first * side / resized, (first + count) * side / resized)
 
 
 def _down_first(image: Image.Image, *targets: tuple[int, int]) -> bool:
-    """Whether Pillow may resize columns before rows for one of these: it rounds between, so order counts. Since 13."""
+    """Whether Pillow (from 13 on) may resize columns before rows for one of these target sizes. It rounds in between,
+    so the order changes pixels."""
     return any(0 < image.height - high > 2 * (image.width - wide) for wide, high in targets)
 
 
 @dataclasses.dataclass(frozen=True)
 class Preprocess:
-    """How a model wants its images. Saved beside it."""
+    """How a model's images are prepared; saved in its checkpoint."""
 
     size: ImageSize = 224
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[Above0, Above0, Above0] = (0.229, 0.224, 0.225)
     interpolation: Literal["bicubic", "bilinear", "lanczos", "nearest"] = "bicubic"
-    crop_pct: Annotated[float, Within(0.1, 1)] = 0.875  # the image is resized to size / crop_pct, which has an end
+    crop_pct: Annotated[float, Within(0.1, 1)] = 0.875  # the short side is resized to size / crop_pct; 0.1 bounds it
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -223,7 +228,8 @@ class Preprocess:
         return cls(**values)
 
     def eval_transform(self) -> Transform:
-        """Short side to size/crop_pct (no resampling if it is that already), centre crop, normalise."""
+        """The transform of evaluation: resize the short side to size / crop_pct (not resampled if it has that size),
+        centre crop, normalise."""
         from torchvision import transforms as t
 
         return t.Compose([self.seen, t.ToTensor(), t.Normalize(self.mean, self.std)])
@@ -234,13 +240,13 @@ class Preprocess:
         return resized_middle(image, short, self.size, filter)
 
     def normalised(self, pixels_BHWC: Tensor) -> Tensor:
-        """What `eval_transform` makes of images whose `seen` pixels (uint8) these are: (B, C, height, width)."""
+        """(B, C, height, width): the result of `eval_transform` for images whose `seen` pixels (uint8) are given."""
         x = pixels_BHWC.permute(0, 3, 1, 2).to(torch.get_default_dtype(), memory_format=torch.contiguous_format)
         mean, std = (x.new_tensor(values)[:, None, None] for values in (self.mean, self.std))
         return x.div_(255).sub_(mean).div_(std)
 
 
 def preprocess_of(model: nn.Module) -> Preprocess:
-    """What the checkpoint says; else what the model's family does."""
+    """A model's preprocessing: its checkpoint's, else its family's."""
     extra: Any = getattr(model, "extra", {})
     return Preprocess.from_dict(extra.get("preprocess") or family_of(model).preprocess(model))

@@ -1,4 +1,4 @@
-"""Labelled images by name: a known data set, a folder, parquet files, or an id of the Hub."""
+"""Open labelled images by name: a known data set, a folder, parquet files, or a Hub id."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def _from_hub(rows: Any, column: str, name: str, i: int) -> Image.Image:
 
 
 def open_data(name: str, split: str = "train", root: str | None = None, memory: int = MEMORY) -> Images:
-    """Open a known name, a folder, or a Hub id. Names are looked for under `root`, $DWINDLE_DATA or ./data.
+    """Open a known data set, a folder, or a Hub id. Names are looked up under `root`, $DWINDLE_DATA or ./data.
 
-    Parquet files of more than `memory` bytes stream.
+    memory: parquet files of more bytes are streamed.
     """
-    given = Path(name).expanduser()
+    path = Path(name).expanduser()
     base = Path(root or os.environ.get("DWINDLE_DATA") or "data").expanduser()
-    places = [base / given, given] if name in KNOWN else [given, base / given]
+    places = [base / path, path] if name in KNOWN else [path, base / path]
     if name == "cifar100":
-        places.insert(1, base / "cifar-100-python")  # where torchvision puts it when told to download into `base`
+        places.insert(1, base / "cifar-100-python")  # where torchvision's download into `base` puts it
     folder = next((p for p in places if p.exists()), None)
     if folder is not None:
         return _open_folder(folder, split, name, memory)
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         return _open_hub(name, split)
     looked = "looked at " + ", ".join(f"'{p}'" for p in dict.fromkeys(places))
-    point = f"{looked}; set DWINDLE_DATA to the folder that holds it, or pass the folder itself"
-    if name in KNOWN or given.name != name:
-        raise DwindleError(f"Data set '{name}' was not found; {point}.")
-    raise unknown("data set", name, KNOWN, point)
+    hint = f"{looked}; set DWINDLE_DATA to the folder that holds it, or pass the folder itself"
+    if name in KNOWN or path.name != name:
+        raise DwindleError(f"Data set '{name}' was not found; {hint}.")
+    raise unknown("data set", name, KNOWN, hint)
 
 
 def _open_folder(folder: Path, split: str, name: str, memory: int) -> Images:
@@ -61,9 +61,7 @@ def _open_folder(folder: Path, split: str, name: str, memory: int) -> Images:
         if shards := sorted(p for p in at.glob("*.parquet") if not p.name.startswith(".")):
             return _open_parquet(shards, split, name, memory)
     found = class_folders(folder, split, name)
-    names = np.array(
-        [os.fsencode(name) for name in found.names]
-    )  # one buffer: workers would come to copy a list of str
+    names = np.array([os.fsencode(name) for name in found.names])  # one buffer; workers would copy a list of str
     source = partial(from_file, found.root, names)
     return Images(name, source, np.array(found.labels), [*map(shown, found.classes)], found.split, found.splits)
 
@@ -82,15 +80,15 @@ def _open_cifar(root: Path, split: str, name: str) -> Images:
 
 
 def _check_shards(files: list[Path], split: str, name: str) -> None:
-    """Refuse shards of which one is missing or there twice, where they say how many they are."""
-    told = [found.groups() for path in files if (found := re.search(r"-(\d+)-of-(\d+)", path.stem))]
-    if not told:
+    """Refuse shards of which one is missing or present twice, where the file names say how many there are."""
+    parts = [found.groups() for path in files if (found := re.search(r"-(\d+)-of-(\d+)", path.stem))]
+    if not parts:
         return
-    total = int(told[0][1])
-    numbers = sorted(int(number) for number, _ in told)
+    total = int(parts[0][1])
+    numbers = sorted(int(number) for number, _ in parts)
     if len(files) < total and len(set(numbers)) == len(files):
         raise DwindleError(f"'{name}' has {len(files)} of {total} '{split}' shards; fetch the missing ones.")
-    if len({of for _, of in told}) > 1 or len(told) < len(files) or numbers != list(range(total)):
+    if len({of for _, of in parts}) > 1 or len(parts) < len(files) or numbers != list(range(total)):
         named = ", ".join(path.name for path in files[:4]) + ", ..." * (len(files) > 4)
         raise DwindleError(
             f"The '{split}' files of '{name}' ({named}) are not the shards of one set, each once; remove those that "
@@ -123,7 +121,7 @@ def _open_parquet(shards: list[Path], split: str, name: str, memory: int) -> Ima
 
 
 def _classes_beside(folder: Path) -> list[str] | None:
-    """Names from classes.json: a list of names, or of objects with a `name`."""
+    """Class names from classes.json: a list of names, or of objects with a `name`; None if there is no such file."""
     path = folder / "classes.json"
     if not path.exists():
         return None

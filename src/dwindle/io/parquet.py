@@ -1,4 +1,4 @@
-"""Images in the rows of parquet files, as the Hub keeps them: in which columns, and how much is held at once."""
+"""Images in the rows of parquet files, as on the Hub: their columns, and how much of them is held in memory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ MEMORY = 2 << 30  # bytes of encoded images held at once
 
 
 def from_cell(cell: dict | None, what: str) -> Image.Image:
+    """Decode the image of a cell {bytes, path}. what: where it is, for errors."""
     if not cell or not (cell["bytes"] or cell["path"]):
         raise CorruptImage(f"There is no image {what}; remove that row.")
     return load_image(cell["bytes"] or cell["path"], what)
 
 
 class Parquet:
-    """Rows of parquet shards, held by row group in at most `memory` bytes: the group longest unused goes first."""
+    """Images in the rows of parquet shards. Row groups are cached in at most `memory` bytes; the least recently used is
+    dropped first."""
 
     def __init__(self, files: list[Path], column: str, memory: int = MEMORY):
         metas = [(path, parquet_file(path).metadata) for path in files]
@@ -45,7 +47,7 @@ class Parquet:
         self.held: OrderedDict[int, Any] = OrderedDict()
         self.lock = Lock()
 
-    def __getstate__(self) -> dict:  # a spawned worker reads its own rows rather than unpickling them all
+    def __getstate__(self) -> dict:  # a spawned worker reads the rows it needs instead of unpickling all
         return {name: value for name, value in self.__dict__.items() if name not in ("held", "lock")}
 
     def __setstate__(self, state: dict) -> None:
@@ -58,12 +60,13 @@ class Parquet:
         return self.memory // 4
 
     def _group(self, g: int) -> Any:
+        """The image column of row group g, from the cache or the file."""
         with self.lock:
             if g in self.held:
                 self.held.move_to_end(g)
                 return self.held[g]
             while self.held and sum(c.nbytes for c in self.held.values()) + self.sizes[g] > self.room:
-                self.held.popitem(last=False)  # before the read: a group larger than the room is held alone
+                self.held.popitem(last=False)  # dropped before the read; a group larger than the room is held alone
             path, part = self.groups[g]
             with reading(path):
                 table = parquet_file(path).read_row_group(part, columns=[self.column], use_threads=False)
@@ -74,14 +77,16 @@ class Parquet:
         return np.searchsorted(self.starts, rows, side="right") - 1
 
     def fits(self, rows: np.ndarray) -> bool:
+        """Whether the row groups of these rows fit in memory together."""
         return sum(self.sizes[g] for g in np.unique(self._groups_of(rows))) <= self.memory
 
     def warm(self, rows: np.ndarray) -> None:
+        """Read the row groups of these rows into the cache."""
         for g in np.unique(self._groups_of(rows)):
             self._group(int(g))
 
     def windows(self, rows: np.ndarray, generator: torch.Generator) -> np.ndarray:
-        """The window each row falls into, when the row groups in random order fill one window after the other."""
+        """The number of each row's window, when the row groups in random order fill one window after the other."""
         groups = self._groups_of(rows)
         touched = np.unique(groups)
         window_of = np.zeros(len(self.groups), dtype=np.int64)
@@ -97,7 +102,7 @@ class Parquet:
         return self._group(g)[i - int(self.starts[g])], g
 
     def path(self, i: int) -> str | None:
-        """What the file says the image was called."""
+        """The image's file name as stored in row i, if there is one."""
         cell, _ = self._cell(i)
         return cell["path"].as_py() if cell.is_valid and "path" in cell else None
 
@@ -108,11 +113,12 @@ class Parquet:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
+    """Turn arrow's errors in reading this file into a `DwindleError`."""
     try:
         yield
     except DwindleError:
         raise
-    except (OSError, ValueError) as error:  # arrow's own errors derive from these, and may have lines
+    except (OSError, ValueError) as error:  # arrow's own errors derive from these, and may have several lines
         why = " ".join(str(error).split()).rstrip(".")
         raise DwindleError(f"Cannot read parquet file '{path}': {why}; download or write it again.") from error
 
@@ -140,7 +146,7 @@ def columns(schema: Any, name: str) -> tuple[str, str, list[str] | None]:
 
 
 def _names_in(metadata: dict[bytes, bytes], label: str) -> list[str] | None:
-    """Class names as Hugging Face's library notes them; None where they are not, or otherwise."""
+    """Class names in the metadata of Hugging Face's library; None where there are none in its form."""
     try:
         found: Any = json.loads(metadata.get(b"huggingface", b"{}"))
     except ValueError:

@@ -1,5 +1,5 @@
-"""Adapted Hugging Face models as transformers keeps models: its own config and weights by its own names, so that
-transformers alone reads the static model; what Dwindle added lies beside them, in a folder of its own."""
+"""Save and load adapted Hugging Face models in the format of transformers: config and weights under its own names, so
+that transformers alone can read the static model. What Dwindle added is in a subfolder."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from .checkpoint import ADDED, load, save
 from .config import CONFIG, LARGEST, read_config
 from .download import fetched, is_hub_id
 
-BESIDE = "dwindle"  # the folder of what was added
+BESIDE = "dwindle"  # the subfolder of what Dwindle added
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options: Any) -> Path:
-    """Of an adapted Hugging Face model, or of a larger one with an adaptive part. options: those of transformers'."""
+    """Save an adapted Hugging Face model, or a larger one with an adaptive part, and return the folder's path.
+
+    options: passed to the `save_pretrained` of transformers.
+    """
     folder, part = Path(folder), adaptive_part(model)
     whole: Any = part.vit if part is model else model
     if not hasattr(whole, "save_pretrained"):
@@ -40,8 +43,10 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
 
 
 def from_pretrained(source: str | os.PathLike[str], *, revision: str | None = None, **options: Any) -> Any:
-    """The model that `save_pretrained` wrote, in eval mode: from a folder, or a Hub id. No code of it is run. options:
-    those of transformers' from_pretrained, such as dtype."""
+    """The model that `save_pretrained` wrote, in eval mode: from a folder, or a Hub id, whose code is never run.
+
+    options: passed to the `from_pretrained` of transformers, such as dtype.
+    """
     name = os.fspath(source)
     if not os.path.isdir(name) and is_hub_id(name):
         folder = fetched(name, revision, ["*.json", "*.safetensors", f"{BESIDE}/*"])
@@ -57,8 +62,8 @@ def from_pretrained(source: str | os.PathLike[str], *, revision: str | None = No
     whole = kind.from_pretrained(folder, use_safetensors=True, local_files_only=True, **options).eval()
 
     def make(part: nn.Module) -> Any:
-        kept = next(part.parameters()).dtype
-        return load(folder / BESIDE, vit=part).to(kept)
+        dtype = next(part.parameters()).dtype
+        return load(folder / BESIDE, vit=part).to(dtype)
 
     return place(whole, inside, make) if inside else make(whole)
 
@@ -72,10 +77,10 @@ def _kind(path: Path) -> Any:
     try:
         if path.stat().st_size > LARGEST:
             raise ValueError("it is too large for a config")
-        said = json.loads(path.read_text())["architectures"][0]
+        name = json.loads(path.read_text())["architectures"][0]
     except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise DwindleError(f"{path} cannot be read ({type(error).__name__}: {error}); take another copy.") from error
-    kind = getattr(transformers, said, None) if isinstance(said, str) else None
+    kind = getattr(transformers, name, None) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise DwindleError(f"{path} names {brief(said)}, which is no model of transformers {transformers.__version__}.")
+        raise DwindleError(f"{path} names {brief(name)}, which is no model of transformers {transformers.__version__}.")
     return kind

@@ -1,4 +1,4 @@
-"""What a checkpoint promises of its features: how close to the static model's they are, and on how many images."""
+"""What a checkpoint promises about its features: how close they are to the static model's, and for which images."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class Promise(TypedDict, total=False):
     """`extra.promise` of a checkpoint, as `dwindle fidelity` calibrates it."""
 
     patch_cosine: Share | None  # an image keeps the promise if the mean cosine of its patches is at least this,
-    class_cosine: Share | None  # and that of its class token (or pooled embedding) at least this
-    confidence: Inside  # share of all images that keep it
-    certainty: Inside  # of the calibration: in so many draws of its images the share is as said
-    images: Whole1  # it was calibrated on
-    below: int  # of them that did not keep it
-    setting: tuple[Word, float]  # the operating point, by name, at which it holds
-    cost: float  # of the static model's, at that setting
-    held_out: dict[str, Any]  # what was measured on images not calibrated on
+    class_cosine: Share | None  # and the cosine of its class token (or pooled embedding) is at least this
+    confidence: Inside  # the share of all images that keep the promise
+    certainty: Inside  # the probability, over draws of the calibration images, that the promise is true
+    images: Whole1  # number of calibration images
+    below: int  # number of calibration images that did not keep the promise
+    setting: tuple[Word, float]  # name and value of the operating point at which the promise holds
+    cost: float  # share of the static model's cost at that setting
+    held_out: dict[str, Any]  # measurements on images that were not used for the calibration
 
 
 def promise_of(model: Any) -> dict[str, Any] | None:
-    """What a model promises as it is set now; None: nothing, or its operating point was turned since."""
-    promise = _said(getattr(model, "extra", {}))
+    """A model's promise; None if it has none, or if its operating point was changed since."""
+    promise = _promise(getattr(model, "extra", {}))
     if promise is None:
         return None
     name, value = promise["setting"]
@@ -34,17 +34,17 @@ def promise_of(model: Any) -> dict[str, Any] | None:
 
 
 def promise_in(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The same, from a checkpoint's config alone; a setting that lies among the weights is not looked at."""
-    promise = _said(config.get("extra", {}))
+    """The same from a checkpoint's config alone; a setting that is stored among the weights is not checked."""
+    promise = _promise(config.get("extra", {}))
     if promise is None:
         return None
     name, value = promise["setting"]
-    now = config["method"]["options"].get(name, value)
-    return promise if isinstance(now, int | float) and _same(float(now), value) else None
+    current = config["method"]["options"].get(name, value)
+    return promise if isinstance(current, int | float) and _same(float(current), value) else None
 
 
 def told(promise: dict[str, Any]) -> str:
-    """In a sentence."""
+    """A promise in words, to complete a sentence."""
     kinds = {"patch_cosine": "mean patch cosine", "class_cosine": "class cosine"}
     wanted = " and ".join(f"{what} of at least {promise[name]:g}" for name, what in kinds.items() if promise[name])
     return (
@@ -53,9 +53,9 @@ def told(promise: dict[str, Any]) -> str:
     )
 
 
-def _said(extra: Any) -> dict[str, Any] | None:
-    said = extra.get("promise") if isinstance(extra, dict) else None
-    return said if isinstance(said, dict) and said.keys() >= NEEDED else None
+def _promise(extra: Any) -> dict[str, Any] | None:
+    promise = extra.get("promise") if isinstance(extra, dict) else None
+    return promise if isinstance(promise, dict) and promise.keys() >= NEEDED else None
 
 
 def _same(one: float, other: float) -> bool:

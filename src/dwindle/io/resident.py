@@ -1,6 +1,6 @@
-"""Images decoded once into device memory, and augmented in batches where they lie.
+"""Images decoded once into device memory, and augmented there in batches.
 
-B images of a batch, S side they are stored with.
+Shapes: B images of a batch, S the side they are stored with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..errors import DwindleError
-from .augment import Augment, applied, boxes, finished, noise, normalised
+from .augment import Augment, Finish, applied, boxes, finished, noise, normalised
 from .batches import draws
 from .draws import generator_of
 from .images import CorruptImage, resized_middle
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CROP_PCT = 0.875
-RESAMPLED = ("bicubic", "bilinear")  # what is resident
+RESAMPLED = ("bicubic", "bilinear")  # interpolations that resident images can have
 
 
 class Resident:
-    """A small data set decoded once into one uint8 tensor (n, 3, S, S), augmented in batch where it lies.
+    """A small data set decoded once into one uint8 tensor (n, 3, S, S) on the device, and augmented there in batches.
 
-    S is `store`; by default the native side when all images are square, alike and below `size`, else size / crop_pct.
-    Of others the middle is kept, and crops are taken of that: by cubic convolution of what is smaller than `size`, else
-    bilinear. Corrupt images, where they are skipped, are left out, or replaced as in `loader`.
+    S is `store`; by default the images' own side if all are squares of one size below `size`, else size / crop_pct. Of
+    images that are not square the middle square is stored, and crops are taken from it. They are resampled by cubic
+    convolution if S is below `size`, else bilinearly. Corrupt images that may be skipped are left out, or replaced as
+    `loader` does.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Resident:
         interpolation: str = "bicubic",
         replace: bool = False,
     ):
-        """replace: corrupt images, rather than leave them out."""
+        """replace: put another image in the place of a corrupt one, rather than leave it out."""
         if not len(images):
             raise DwindleError(f"'{images.name}' has no images to keep resident; choose another split or limit.")
         if interpolation not in RESAMPLED:
@@ -68,7 +69,7 @@ class Resident:
         side = store or (width if native else self.edge)
         filter = Image.Resampling[interpolation.upper()]
         pixels = _decode(images, side, filter, native, progress, threads)
-        if pixels is None:  # a small square came first, but not all are like it
+        if pixels is None:  # the first image is a small square, but not all have its size
             pixels = _decode(images, self.edge, filter, False, progress, threads)
         assert pixels is not None
         rows = _kept(images, pixels, replace)
@@ -96,20 +97,21 @@ class Resident:
         part: tuple[int, int] = (0, 1),
         compiled: bool = False,
     ) -> Batches:
-        """(images (B, 3, size, size) normalised, labels (B,)); the rest as in `Augment` and `loader`, part = (rank,
-        world)."""
-        look = (tuple(mean), tuple(std), self.interpolation)
-        how = Augment(self.size, *look, min_scale, flip, jitter, randaugment, erase)
+        """Batches of (normalised images (B, 3, size, size), labels (B,)). Arguments are those of `Augment` and
+        `loader`; part: (rank, world)."""
+        colour = (tuple(mean), tuple(std), self.interpolation)
+        how = Augment(self.size, *colour, min_scale, flip, jitter, randaugment, erase)
         return Batches(self, batch, train, seed, epoch, how, dtype, part, compiled)
 
     def view(self, rows: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-        """Some images as in evaluation, normalised."""
+        """The images of these rows as evaluation prepares them: (B, 3, size, size), normalised."""
         device = self.images.device
         mean_, std_ = _scaled(mean, std, device)
         return normalised(self.crop(self.images[rows.to(device)].float()), mean_, std_, torch.float32)
 
     def crop(self, x: Tensor) -> Tensor:
-        """The evaluation view of stored images (B, 3, S, S) in 0..255: resampled only where S asks for it."""
+        """The centre crop (B, 3, size, size) of stored images (B, 3, S, S) for evaluation; resampled only if S requires
+        it. Pixels stay from 0 to 255."""
         side = x.shape[-1]
         target = self.size if side < self.size else min(side, self.edge)
         if target != side:
@@ -118,27 +120,29 @@ class Resident:
         return x[..., at : at + self.size, at : at + self.size]
 
     def random_crop(self, x: Tensor, u: Tensor, min_scale: float, flip: bool) -> Tensor:
-        """Random resized crop and flip in one resampling; u (B, 5) uniform draws decide."""
+        """Random resized crops, perhaps flipped, in one resampling. u: at least (B, 5) uniform draws, which decide."""
         (cx, cy), (width, height) = boxes(u, min_scale)
         if flip:
             width = torch.where(u[:, 4] < 0.5, -width, width)
         line = (torch.arange(self.size, device=x.device) * 2 + 1) / self.size - 1
         at_x, at_y = cx[:, None] + width[:, None] * line, cy[:, None] + height[:, None] * line  # (B, size)
-        if x.shape[-1] < self.size:  # few pixels become many: two small matrix products, several times as fast
+        if x.shape[-1] < self.size:  # upsampling: two small matrix products are several times as fast
             x, side = F.pad(x, (2, 2, 2, 2), mode="replicate"), x.shape[-1]
             return (_cubic(at_y, side) @ x @ _cubic(at_x, side).mT).clamp(0, 255)
-        # By hand and not by affine_grid, whose matrix product loses pixels to TF32.
+        # The grid is built by hand, because affine_grid's matrix product loses precision to TF32.
         gx, gy = at_x[:, None, :].expand(-1, self.size, -1), at_y[:, :, None].expand(-1, -1, self.size)
         grid = torch.stack((gx, gy), dim=-1)  # (B, size, size, 2)
         return F.grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False).clamp(0, 255)
 
 
 def _cubic(at: Tensor, side: int) -> Tensor:
-    """(B, 1, size, side + 4): weights of a line of pixels, two more on either end, for cubic convolution at places
-    (B, size) that run from -1 to 1 over the line."""
+    """(B, 1, size, side + 4): weights of cubic convolution over a line of pixels with two more at either end.
+
+    at: (B, size) places to sample, from -1 to 1 over the line.
+    """
     pixel = ((at + 1) * side - 1) / 2
     far = (pixel[..., None] - torch.arange(-2, side + 2, device=at.device)).abs()
-    a = -0.75  # Keys's parameter, as grid_sample and resizing in torch have it
+    a = -0.75  # Keys's parameter, the value of torch's grid_sample and interpolate
     near = ((a + 2) * far - (a + 3)) * far**2 + 1
     next_to = a * (((far - 5) * far + 8) * far - 4)
     return torch.where(far <= 1, near, torch.where(far < 2, next_to, 0.0))[:, None]
@@ -152,7 +156,7 @@ def _decode(
     progress: Callable[[int, int], None] | None,
     threads: int | None,
 ) -> np.ndarray | None:
-    """All images as (n, side, side, 3) uint8; None when `strict` and one is not of that size already."""
+    """All images as (n, side, side, 3) uint8; None if `strict` and one does not have that size already."""
     n = len(images)
     out = np.zeros((n, side, side, 3), dtype=np.uint8)
 
@@ -184,7 +188,7 @@ def _threads() -> int:
 
 
 def _kept(images: Images, pixels: np.ndarray, replace: bool) -> Any:
-    """Which were decoded; with `replace` all of them, the others' pixels exchanged."""
+    """The rows to keep: those that were decoded; with `replace` all, after pixels of other images replaced the bad."""
     bad = {i for i in range(len(images)) if images.row(i) in images.corrupt} if images.corrupt else set()
     if not bad:
         return slice(None)
@@ -202,14 +206,14 @@ def _kept(images: Images, pixels: np.ndarray, replace: bool) -> Any:
 
 
 def _scaled(mean: Sequence[float], std: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
-    """For pixels from 0 to 255."""
+    """Mean and std (3, 1, 1) for pixels from 0 to 255."""
     scaled = [255 * torch.tensor(values, device=device).view(-1, 1, 1) for values in (mean, std)]
     return scaled[0], scaled[1]
 
 
 @dataclass
 class Batches:
-    """One pass over a Resident; like a Loader it has a length and can be told the epoch."""
+    """One pass over a `Resident`. Like a `Loader` it has a length and a `set_epoch`."""
 
     data: Resident
     batch: int
@@ -234,39 +238,39 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         data, n, device, how = self.data, len(self.data), self.data.images.device, self.how
         mean, std = _scaled(how.mean, how.std, device)
-        # Drawn on the CPU, so that every device sees the same, and at once, so that no batch waits for a copy.
+        # Drawn on the CPU, so that every device gets the same numbers, and all at once, so that no batch waits for a
+        # copy.
         generator = generator_of(self.seed, self.epoch)
         order = self._own(torch.randperm(n, generator=generator) if self.train else torch.arange(n))
-        chance = self._own(draws(n, generator)).to(device) if self.train else None
+        u = self._own(draws(n, generator)).to(device) if self.train else None
         with ThreadPoolExecutor(_threads()) as pool:
             augment = self._augment(mean, std, pool)
             for at in range(0, len(self) * self.batch, self.batch):
-                some = order[at : at + self.batch]
-                rows = some.to(device)
+                indices = order[at : at + self.batch]
+                rows = indices.to(device)
                 x = data.images[rows].float()
-                if chance is None:
+                if u is None:
                     yield normalised(data.crop(x), mean, std, self.dtype), data.labels[rows]
                 else:
-                    yield augment(x, chance[at : at + self.batch], some.tolist()), data.labels[rows]
+                    yield augment(x, u[at : at + self.batch], indices.tolist()), data.labels[rows]
 
     def _augment(self, mean: Tensor, std: Tensor, pool: ThreadPoolExecutor) -> Callable[..., Tensor]:
-        """Of a batch, its draws and which images they are."""
+        """The function that augments a batch, given its pixels, its draws and the images' indices."""
         how, data = self.how, self.data
         field = noise(how.size, str(mean.device)) if how.erase else mean
-        whole = _compiled_augment() if self.compiled else _augment
+        finish = Finish(how.jitter, how.erase, mean, std, self.dtype, field)
+        crop_and_finish = _compiled_augment() if self.compiled else _augment
 
         def augment(x: Tensor, u: Tensor, indices: list[int]) -> Tensor:
             if how.randaugment is None:
-                settings = (how.min_scale, how.flip, how.jitter, how.erase)
-                return whole(data, x, u, *settings, mean, std, self.dtype, field)
+                return crop_and_finish(data, x, u, how.min_scale, how.flip, finish)
             plans = [how.plan(self.seed, self.epoch, i) for i in indices]
-            x = _applied(plans, data.random_crop(x, u, how.min_scale, how.flip), pool)
-            return finished(x, u, how.jitter, how.erase, mean, std, self.dtype, field)
+            return finished(_applied(plans, data.random_crop(x, u, how.min_scale, how.flip), pool), u, finish)
 
         return augment
 
     def _own(self, rows: Tensor) -> Tensor:
-        """This process's rows: its part of every joint batch in training, every world-th one else."""
+        """This process's rows: in training its part of every joint batch, in evaluation every world-th row."""
         rank, world = self.part
         if not self.train:
             return rows[rank::world]
@@ -277,27 +281,15 @@ class Batches:
 
 
 def _applied(plans: Sequence[Any], x: Tensor, pool: ThreadPoolExecutor) -> Tensor:
-    """RandAugment on images (B, 3, S, S) from 0 to 255: timm's own, which are Pillow's, on the host."""
+    """Images (B, 3, S, S) from 0 to 255 after RandAugment, which runs on the host, in Pillow."""
     pixels = x.round().byte().permute(0, 2, 3, 1).cpu().numpy()
-    made = pool.map(lambda plan, one: np.asarray(applied(plan, Image.fromarray(one))), plans, pixels)
-    return torch.from_numpy(np.stack(list(made))).to(x.device).permute(0, 3, 1, 2).float()
+    augmented = pool.map(lambda plan, one: np.asarray(applied(plan, Image.fromarray(one))), plans, pixels)
+    return torch.from_numpy(np.stack(list(augmented))).to(x.device).permute(0, 3, 1, 2).float()
 
 
-def _augment(
-    data: Resident,
-    x: Tensor,
-    u: Tensor,
-    min_scale: float,
-    flip: bool,
-    jitter: float,
-    erase: float,
-    mean: Tensor,
-    std: Tensor,
-    dtype: torch.dtype,
-    field: Tensor,
-) -> Tensor:
-    """u: (B, DRAWS) uniform draws decide."""
-    return finished(data.random_crop(x, u, min_scale, flip), u, jitter, erase, mean, std, dtype, field)
+def _augment(data: Resident, x: Tensor, u: Tensor, min_scale: float, flip: bool, finish: Finish) -> Tensor:
+    """Random crops of stored images x, then the rest of the augmentation. u: (B, DRAWS) uniform draws."""
+    return finished(data.random_crop(x, u, min_scale, flip), u, finish)
 
 
 @cache

@@ -1,8 +1,8 @@
-"""Images and what each of their pixels shows: a class, or how far away it is.
+"""Images with a target for each pixel: its class, or its depth.
 
-FOLDER/train and FOLDER/val, each with images/ and beside it masks/ (class numbers, 255 is left out) or depths/ (16-bit
-PNG in millimetres, 0 is left out), matched by name. ADE20K's own layout (images/training, annotations/training) is
-known.
+The data is FOLDER/train and FOLDER/val, each with images/ and beside it masks/ (class numbers, 255 is left out) or
+depths/ (16-bit PNG in millimetres, 0 is left out), matched by name. ADE20K's own layout (images/training,
+annotations/training) is read too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .datasets import Images
 from .folders import is_image
 from .images import Preprocess, load_image, open_file
 
-PLACES = {"segmentation": "masks", "depth": "depths"}  # of each task's targets
+PLACES = {"segmentation": "masks", "depth": "depths"}  # the folder of each task's targets
 IGNORED = 255  # the class of pixels that do not count
 ADE = {"train": "training", "val": "validation"}
 
@@ -37,15 +37,15 @@ def _image(paths: list[Path], i: int) -> Image.Image:
 
 
 class Scenes(Images):
-    """`scenes[i]` is (image, target) after the same cut of both; target (H, W): classes, or metres."""
+    """`scenes[i]` is (image, target) after the same crop of both. target: (H, W) classes, or depths in metres."""
 
     def __init__(self, folder: str, split: str, task: str) -> None:
         images, targets, self.shift = _places(Path(folder), split, task)
         by_name = {path.stem: path for path in sorted(targets.iterdir()) if is_image(path.name)}
         found = [path for path in sorted(images.iterdir()) if is_image(path.name)]
-        lone = next((path for path in found if path.stem not in by_name), None)
-        if not found or lone is not None:
-            what = f"{images} holds no images" if not found else f"{lone} has no target of its name in {targets}"
+        unmatched = next((path for path in found if path.stem not in by_name), None)
+        if not found or unmatched is not None:
+            what = f"{images} holds no images" if not found else f"{unmatched} has no target of its name in {targets}"
             raise DwindleError(f"{what}; every image needs one.")
         self.task, self.targets = task, [by_name[path.stem] for path in found]
         super().__init__(folder, partial(_image, found), np.zeros(len(found)), split=split)
@@ -61,13 +61,13 @@ class Scenes(Images):
                 raise DwindleError(f"{listed} is no UTF-8 ({error}); save it as UTF-8, a name a line.") from error
 
     def prepared(self, preprocess: Preprocess, train: bool = False) -> Self:
-        """As a model of this preprocessing takes them. train: cut and flipped at random."""
-        made = copy.copy(self)
-        made.preprocess, made.train = preprocess, train
-        return made
+        """The same scenes, prepared for a model with this preprocessing. train: cropped and flipped at random."""
+        scenes = copy.copy(self)
+        scenes.preprocess, scenes.train = preprocess, train
+        return scenes
 
     def count_classes(self) -> int:
-        """From classes.txt, a name per line, or by looking at every mask."""
+        """The number of classes: of names in classes.txt, of ADE20K, or one more than the largest in any mask."""
         if self.classes:
             return len(self.classes)
         if self.shift:
@@ -79,6 +79,7 @@ class Scenes(Images):
         return largest + 1
 
     def target(self, i: int) -> np.ndarray:
+        """(H, W): the classes of image i, or its depths in metres."""
         path = self.targets[int(self.rows[i])]
         try:
             with open_file(path) as image:
@@ -117,24 +118,25 @@ class Scenes(Images):
             if torch.rand(()) < 0.5:
                 x, y = x.flip(-1), y.flip(-1)
         size = self.preprocess.size
-        # Classes and holes do not blend.
+        # The nearest pixel is taken: an average of classes, or of depths and 0 for unknown, would mean nothing.
         y = F.interpolate(y[None], size=(size, size), mode="nearest-exact")[0, 0]
         return squeezed(x, size, self.preprocess), y.float() if self.task == "depth" else y.long()
 
 
 def pixels(photo: Image.Image) -> Tensor:
-    """(3, height, width) from 0 to 1."""
+    """An image as (3, height, width), from 0 to 1."""
     return torch.from_numpy(np.asarray(photo).copy()).permute(2, 0, 1).float() / 255
 
 
 def squeezed(x: Tensor, side: int, preprocess: Preprocess) -> Tensor:
-    """An image's `pixels`, whole, as the square that a network takes."""
+    """A whole image, given as `pixels`, resized to a square without keeping its aspect ratio, and normalised."""
     x = F.interpolate(x[None], size=(side, side), mode="bilinear", antialias=True)[0]
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (preprocess.mean, preprocess.std))
     return (x - mean) / std
 
 
 def _places(folder: Path, split: str, task: str) -> tuple[Path, Path, bool]:
+    """The folders of a split's images and of its targets, and whether they have ADE20K's layout and numbering."""
     plain = folder / split / "images", folder / split / PLACES[task]
     if all(place.is_dir() for place in plain):
         return *plain, False

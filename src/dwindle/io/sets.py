@@ -1,4 +1,4 @@
-"""Which images of a data set train and which evaluate, where it says so and where it does not."""
+"""Which images of a data set are for training and which for evaluation, with splits of its own and without."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .folders import EVALUATION, NoSplit, image_files
 from .images import preprocess_of
 from .opening import open_data
 
-SHARE = 0.1  # of the training images, held out where there are no others
-SEED = 0  # the same for every run, so that no model, nor its teacher, has seen what another is evaluated on
+SHARE = 0.1  # share of the training images that is held out where there are no others
+SEED = 0  # the same for every run, so that no model, nor its teacher, was trained on another's evaluation images
 
 
 def training_images(data: str, share: float) -> tuple[Images, Images | None, dict[str, Any]]:
-    """Images to train on; where the data has no others a share of them to evaluate on, and what was held out. A share
-    of 0: the same images.
+    """(training images, images held out of them for evaluation, what was held out). The last two are None and {} if the
+    data has an evaluation split. With a share of 0, evaluation uses the training images.
     """
     train = open_data(data, "train")
     if set(EVALUATION) & set(train.splits):
@@ -37,17 +37,22 @@ def training_images(data: str, share: float) -> tuple[Images, Images | None, dic
             f"'{data}' has {len(train)} images and none to evaluate on; give --eval-data, or evaluate on the same with "
             "--holdout 0."
         )
+    return _hold_out(train, share)
+
+
+def _hold_out(train: Images, share: float) -> tuple[Images, Images, dict[str, Any]]:
+    """(the rest, the share held out, its description for the checkpoint)."""
     return (*hold_out(train, share, SEED), {"share": share, "seed": SEED, "of": fingerprint(train)})
 
 
 def is_flat(name: str) -> bool:
-    """Whether it is a folder with images of its own."""
+    """Whether a name is that of a folder with images directly in it, not only in subfolders."""
     folder = Path(name).expanduser()
-    return folder.is_dir() and os.sep not in next(image_files(folder), os.sep)  # its own come first
+    return folder.is_dir() and os.sep not in next(image_files(folder), os.sep)  # the folder's own images come first
 
 
 def open_images(name: str) -> Images:
-    """As `open_data`; a folder with images of its own is just images, those of its folders too, without labels."""
+    """As `open_data` for the evaluation split; of a flat folder all images, also in subfolders, without labels (-1)."""
     if not is_flat(name):
         return open_data(name, "test")
     folder = Path(name).expanduser()
@@ -56,7 +61,7 @@ def open_images(name: str) -> Images:
 
 
 def unlabelled_parts(data: str, eval_data: str | None, share: float) -> tuple[Images, Images, dict[str, Any]]:
-    """As `training_and_evaluation`, of images whose labels are not looked at."""
+    """As `training_and_evaluation`, for images whose labels are not used."""
     other = eval_data if eval_data not in (None, data) else None
     if not is_flat(data):
         if other is None or not is_flat(other):
@@ -69,11 +74,14 @@ def unlabelled_parts(data: str, eval_data: str | None, share: float) -> tuple[Im
         raise DwindleError(
             f"'{data}' has {len(train)} images and none to evaluate on; give more, --eval-data, or a share to hold out."
         )
-    return (*hold_out(train, share, SEED), {"share": share, "seed": SEED, "of": fingerprint(train)})
+    return _hold_out(train, share)
 
 
 def training_and_evaluation(data: str, eval_data: str | None, share: float) -> tuple[Images, Images, dict[str, Any]]:
-    """As `training_images`, with those to evaluate on."""
+    """(training images, evaluation images, what was held out of the training images or {}).
+
+    eval_data: another data set to evaluate on. share: of the training images to hold out where there are no others.
+    """
     if eval_data not in (None, data):
         return open_data(data, "train"), open_data(str(eval_data), "test"), {}
     train, held, kept = training_images(data, share)
@@ -89,11 +97,11 @@ def evaluation_images(
     labelled: bool = True,
     holdout: float | None = None,
 ) -> Images:
-    """A data set's evaluation images as the model takes them, labelled by its classes: the first `count`, or so many
-    drawn with `seed`.
+    """A data set's evaluation images as the model takes them, labelled by the model's classes: the first `count`, or
+    `count` drawn with `seed`.
 
     labelled: False leaves the labels as they are.
-    holdout: of data without splits the share to evaluate on, 0 for all; by itself what was held out when the model was
+    holdout: for data without splits, the share to evaluate on, 0 for all; None: what was held out when the model was
         trained on it, else all.
     """
     images = evaluation_part(model, data, holdout)
@@ -105,7 +113,7 @@ def evaluation_images(
 
 
 def parts_for(model: Any, data: str, eval_data: str | None = None) -> tuple[Images, Images]:
-    """Training and evaluation images for a model that is trained, parted as they were then, labelled by its classes."""
+    """Training and evaluation images for a trained model, split as in its training and labelled by its classes."""
     share = _kept(model).get("share", SHARE)
     train, held, _ = training_and_evaluation(data, eval_data, share)
     names, count = known_classes(model), model.classes
@@ -113,7 +121,7 @@ def parts_for(model: Any, data: str, eval_data: str | None = None) -> tuple[Imag
 
 
 def evaluation_part(model: Any, data: str, holdout: float | None = None) -> Images:
-    """Of data that is not split what its training held out, or all of it."""
+    """The evaluation split; of data without splits what the model's training held out, else `holdout` of it, or all."""
     kept = _kept(model)
     try:
         images = open_data(data, "test")
@@ -135,7 +143,7 @@ def evaluation_part(model: Any, data: str, holdout: float | None = None) -> Imag
 
 
 def _kept(model: Any) -> dict[str, Any]:
-    """What the checkpoint says was held out."""
+    """The checkpoint's record of what was held out; {} if it has none that is valid."""
     kept = getattr(model, "extra", {}).get("holdout")
     if not isinstance(kept, dict):
         return {}
@@ -145,7 +153,7 @@ def _kept(model: Any) -> dict[str, Any]:
 
 
 def _trained_on(model: Any, data: str) -> bool:
-    """Whether the checkpoint names this folder, whatever lay in it then."""
+    """Whether the checkpoint names this folder as its training data, whatever the folder held at that time."""
     kept = getattr(model, "extra", {}).get("data")
     name = kept.get("train") if isinstance(kept, dict) else None
     return isinstance(name, str) and (
@@ -154,7 +162,7 @@ def _trained_on(model: Any, data: str) -> bool:
 
 
 def fingerprint(images: Images) -> str:
-    """Of the whole of a data set: labels, and files by their names."""
+    """A checksum of a whole data set: of its labels, and of its file names where it has files."""
     digest = hashlib.sha256(images.labels.tobytes())
     if isinstance(images.source, partial) and images.source.func is from_file:
         digest.update(images.source.args[1].tobytes())

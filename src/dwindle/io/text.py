@@ -1,4 +1,4 @@
-"""Text as numbers: a vocabulary, and the splits of a text to train, validate and test on."""
+"""Text as numbers: a vocabulary, and a text split for training, validation and test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BYTES = "bytes:"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Characters by number; None: the 256 bytes of a text's UTF-8."""
+    """The characters of a model, in the order of their numbers; None: the 256 bytes of UTF-8."""
 
     characters: str | None
 
@@ -33,7 +33,7 @@ class Vocabulary:
         return 256 if self.characters is None else len(self.characters)
 
     def encode(self, text: str | bytes, what: str = "The text") -> Tensor:
-        """(N,) uint8 or int32."""
+        """(N,) the text's numbers, uint8 or int32. what: the text's name in errors."""
         if self.characters is None:
             data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
             return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
@@ -41,8 +41,8 @@ class Vocabulary:
         points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         known = np.frombuffer(self.characters.encode("utf-32-le", "surrogatepass"), np.uint32)  # ascending
         places = np.searchsorted(known, points).clip(max=len(known) - 1)
-        if (strange := known[places] != points).any():
-            at = int(strange.argmax())
+        if (outside := known[places] != points).any():
+            at = int(outside.argmax())
             raise DwindleError(
                 f"{what} holds {text[at]!r} at character {at}, which is none of the {len(known)} characters this model "
                 "knows; replace it, or train a model on such text."
@@ -50,13 +50,14 @@ class Vocabulary:
         return torch.from_numpy(places.astype(np.uint8 if len(known) <= 256 else np.int32))
 
     def decode(self, ids: Any) -> str:
+        """The text of these numbers; bytes that are no UTF-8 become replacement characters."""
         numbers = [int(i) for i in ids]
         if self.characters is None:
             return bytes(numbers).decode("utf-8", "replace")
         return "".join(self.characters[i] for i in numbers)
 
     def pieces(self, ids: Any) -> list[str]:
-        """One string for each number; bytes beyond ASCII by their value."""
+        """One string for each number; a byte beyond ASCII is written as its hexadecimal value."""
         if self.characters is not None:
             return [self.characters[int(i)] for i in ids]
         return [chr(int(i)) if int(i) < 128 else f"\\x{int(i):02x}" for i in ids]
@@ -76,22 +77,23 @@ class Text:
         return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))
 
     def places(self, batch: int, context: int, seed: int, steps: int) -> Tensor:
-        """(steps, B) where the sequences of every step begin; a step's are a function of it and the seed."""
+        """(steps, B): where each step's sequences begin, as a function of the step and the seed."""
         last = len(self.train) - context
         drawn = [np.random.default_rng(mix(seed, step)).integers(0, last, batch) for step in range(steps)]
         return torch.from_numpy(np.stack(drawn)).to(self.train.device)
 
     def cut(self, places_B: Tensor, context: int) -> tuple[Tensor, Tensor]:
-        """(B, N) characters of the training text from these places on, and those that follow."""
+        """(B, N) characters of the training text from these places on, and (B, N) the character after each."""
         return _cut(self.train, places_B, context)
 
 
 def windows(
     ids: Tensor, context: int, batch: int, name: str, limit: int | None = None, rank: int = 0, world: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(B, N) one window after the other, none twice, and what follows; the last incomplete one is left out.
+    """Batches of windows (B, N), one after the other without overlap, and (B, N) the character after each; a last
+    window that is incomplete is left out.
 
-    Of `world` processes each gives its `rank`, and gets its share of the windows.
+    Each of `world` processes passes its `rank`, and gets its share of the windows.
     """
     check_long(ids, context, name)
     count = (len(ids) - 1) // context
@@ -107,6 +109,7 @@ def _cut(ids: Tensor, places_B: Tensor, context: int) -> tuple[Tensor, Tensor]:
 
 
 def check_long(ids: Tensor, context: int, name: str) -> None:
+    """Refuse a split that is too short for one window."""
     if len(ids) <= context:
         raise DwindleError(
             f"A split of '{name}' has {len(ids)} characters, a window needs {context + 1}; give a longer text, or a "
@@ -115,31 +118,32 @@ def check_long(ids: Tensor, context: int, name: str) -> None:
 
 
 def open_text(name: str, vocabulary: Vocabulary | None = None) -> Text:
-    """'shakespeare' (ships with Dwindle), 'enwik8' (under $DWINDLE_DATA or ./data), a UTF-8 text file, or
+    """Open a text: 'shakespeare' (ships with Dwindle), 'enwik8' (under $DWINDLE_DATA or ./data), a UTF-8 text file, or
     'bytes:FILE', any file byte by byte.
 
-    vocabulary: a trained model's; by itself the text's own characters, and bytes for enwik8.
+    vocabulary: a trained model's; None: the text's own characters, and bytes for enwik8.
     """
-    raw, given = name.startswith(BYTES), Path(name.removeprefix(BYTES)).expanduser()
+    raw, path = name.startswith(BYTES), Path(name.removeprefix(BYTES)).expanduser()
     if name == "shakespeare":
-        path = packaged("assets", "text", "tinyshakespeare.txt")
-        # char-rnn's and nanoGPT's split: nine tenths, and the last tenth to validate, which is all there is to test.
-        return _split(name, path.read_bytes(), vocabulary, (0.9, 0.1, 0.0))
-    if name == "enwik8" or given.name in ("enwik8", "enwik8.gz"):
-        return _enwik8(name, given, vocabulary)
-    if not given.exists():
-        point = "give a text file's path"
+        shakespeare = packaged("assets", "text", "tinyshakespeare.txt")
+        # The split of char-rnn and nanoGPT: the last tenth is for validation, and is the test split too.
+        return _split(name, shakespeare.read_bytes(), vocabulary, (0.9, 0.1, 0.0))
+    if name == "enwik8" or path.name in ("enwik8", "enwik8.gz"):
+        return _enwik8(name, path, vocabulary)
+    if not path.exists():
+        hint = "give a text file's path"
         raise (
-            DwindleError(f"There is no file '{name}'; {point}.")
+            DwindleError(f"There is no file '{name}'; {hint}.")
             if "." in name or "/" in name
-            else unknown("text", name, KNOWN, point)
+            else unknown("text", name, KNOWN, hint)
         )
-    if given.is_dir():
+    if path.is_dir():
         raise DwindleError(f"'{name}' is a folder; give a text file.")
-    return _split(name, given.read_bytes(), vocabulary or (Vocabulary(None) if raw else None), (0.9, 0.05, 0.05))
+    return _split(name, path.read_bytes(), vocabulary or (Vocabulary(None) if raw else None), (0.9, 0.05, 0.05))
 
 
 def _enwik8(name: str, given: Path, vocabulary: Vocabulary | None) -> Text:
+    """The text of the file `given`, or of enwik8 under the data folder if `name` is only 'enwik8'."""
     base = Path(os.environ.get("DWINDLE_DATA") or "data").expanduser()
     if name == "enwik8":
         folders = (base, base / "enwik8", Path(), Path("enwik8"))
@@ -162,6 +166,7 @@ def _enwik8(name: str, given: Path, vocabulary: Vocabulary | None) -> Text:
 
 
 def _split(name: str, data: bytes, vocabulary: Vocabulary | None, shares: tuple[float, float, float]) -> Text:
+    """The encoded text, split by these shares for training, validation and test (0: the same as validation)."""
     if not data.strip():
         raise DwindleError(f"'{name}' holds no text; give a file with some.")
     text: str | bytes = data

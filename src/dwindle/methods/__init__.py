@@ -7,7 +7,7 @@ discover(__name__)
 
 
 def __getattr__(name: str) -> type[Method]:
-    """`dwindle.methods.TopK`: every registered method by its class name."""
+    """A registered method by its class name, such as `dwindle.methods.TopK`."""
     if name in Method.registry:
         return Method.registry[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

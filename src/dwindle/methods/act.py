@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class ACT(Method):
-    """A halting unit scores each image after each block; at 1 - eps all its tokens stop.
+    """A halting unit scores each image after each block; when the sum reaches 1 - eps, all its tokens stop.
 
-    What is read is the mean of the states, weighted by the image's halting probabilities (Eq. 9).
+    The head reads the mean of the states, weighted by the image's halting probabilities (Eq. 9).
     """
 
     paper = "Adaptive Computation Time for Recurrent Neural Networks, 2016"
@@ -40,11 +40,12 @@ class ACT(Method):
         ramp: Share = 0.3,
     ) -> None:
         """
-        eps: an image stops when its scores reach 1 - eps (Eq. 4). `threshold` puts another value in place of 1 - eps.
+        eps: an image stops when the sum of its scores reaches 1 - eps (Eq. 4). threshold: a value to use in place of
+            1 - eps.
         tau: weight of the ponder cost N + R (Eq. 8).
-        bias: of the halting unit, to begin with; far below 0, so that training begins with the wrapped model.
+        bias: initial bias of the halting unit; far below 0, so that training begins with the wrapped model.
         budget: the share of the static cost (0.67), or GMACs ('3.1G'), that training holds by moving the threshold.
-            None: only tau decides what images cost. ramp: share of the training over which it is brought in.
+            None: only tau decides what images cost. ramp: share of the training over which the budget is brought in.
         """
         super().__init__()
         self.eps, self.tau, self.bias, self.budget, self.ramp = eps, tau, bias, budget, ramp
@@ -52,14 +53,14 @@ class ACT(Method):
         self.threshold: float | Tensor
         if budget is None:
             self.threshold = limit
-        else:  # training moves it: a tensor, for which nothing is compiled anew
+        else:  # training moves it; as it is a tensor, nothing is compiled anew
             self.register_buffer("threshold", torch.tensor(limit))
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
         self.operating_point = ("threshold", 1e-6, float(shape.blocks))
         if self.budget is not None:
-            budget_share(self.budget, shape)  # or it says what a budget is
+            budget_share(self.budget, shape)  # refuses what is no budget
         self.unit = nn.Linear(shape.width, 1)  # shared by all blocks
         nn.init.constant_(self.unit.bias, self.bias)
 
@@ -87,13 +88,13 @@ class ACT(Method):
         return {"ponder": self.tau}
 
     def hold_budget(self, cost: Tensor) -> None:
-        """Integral control, in the logarithm: the threshold falls while a batch costs more than the budget."""
+        """Integral control of the threshold's logarithm: it falls while a batch costs more than the budget."""
         if self.budget is None:
             return
         self.held = True
         assert isinstance(self.threshold, Tensor)
         wanted = goal(self.budget, self.shape, brought_in(self.progress, self.ramp))
-        with torch.no_grad():  # in place: a recorded step reads it where it lies
+        with torch.no_grad():  # in place, because a recorded step reads this memory
             self.threshold.mul_(torch.exp(0.5 * (wanted - cost.to(self.threshold)))).clamp_(1e-6, self.shape.blocks)
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:

@@ -1,7 +1,7 @@
 """AHT-ViT: Adaptive Halting Transformer with Planned Depth Execution. Equation numbers are the paper's.
 
-What the paper leaves open is an argument here. Trained as printed, all tokens end at one depth; the defaults prevent
-that, and `AHT.as_printed()` is the paper. docs/methods/aht.md says what each choice is for, and measures it.
+What the paper leaves open is an argument here. When it is trained as printed, all tokens end at one depth; the defaults
+prevent that, and `AHT.as_printed()` is the paper. docs/methods/aht.md explains and measures each choice.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ..ops.planner import plan as plan_rows
 from ..ops.rows import Rows
 from ..settings import Above0, Budget, Size, Stages
 from .aht_settings import PRESETS, PRINTED, Grounding, Reading, Supervisor
+from .attended import moments, standardised_attention
 
 if TYPE_CHECKING:
     from ..core.model import Output
@@ -63,31 +64,24 @@ class Planner(nn.Module):
         return wide(self.out(hidden)[..., 0])
 
     def standing(self, tokens: Tokens, x: Tensor, mean_BD: Tensor) -> Tensor:
-        """A token's score among all tokens of all images, with mean 0 and deviation 1; the lowest stop first.
+        """Each token's score, standardised over all tokens of all images to mean 0 and deviation 1; the lowest stop
+        first.
 
-        Standardised as in batch norm, by the batch in training and by running moments after it. So plans cannot
-        collapse to one depth whatever the losses push, and what becomes of an image does not depend on its batch.
+        As in batch norm, training uses the batch's moments and evaluation the running ones. So plans cannot collapse
+        to one depth whatever the losses push, and the result for an image does not depend on its batch.
         """
         score: Tensor = self(tokens, x, mean_BD)
         if not self.training:
             return (score - self.mean) / self.deviation
-        mean, deviation = _moments(score, tokens.counted & ~tokens.is_prefix)
+        mean, deviation = moments(score, tokens.counted & ~tokens.is_prefix)
         with torch.no_grad():
             self.mean.lerp_(mean.to(self.mean.dtype), 0.05)
             self.deviation.lerp_(deviation.to(self.mean.dtype), 0.05)
         return (score - mean) / deviation
 
 
-def _moments(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation over the counted tokens of all processes."""
-    weight = counted.to(values.dtype)
-    count = ranks.total(weight.sum()).clamp_min(1)
-    mean = ranks.total((weight * values).sum()) / count
-    return mean, (ranks.total((weight * (values - mean) ** 2).sum()) / count + 1e-6).sqrt()
-
-
 class AHT(Method):
-    """Planners predict a depth per token, a supervisor of two scalars executes it, a KL term ties them together."""
+    """Planners predict a depth for each token, a supervisor of two scalars executes it, and a KL term ties them."""
 
     paper = "AHT-ViT: Adaptive Halting Transformer with Planned Depth Execution"
     per_image_point = True
@@ -107,25 +101,25 @@ class AHT(Method):
         grounding: Grounding = GROUNDING,
         reading: Reading = READING,
     ) -> None:
-        """The fields of the last three are given by their own names: AHT(follow=2.0, gamma=5.0).
+        """The fields of the last three arguments are passed by their own names: AHT(follow=2.0, gamma=5.0).
 
         stages: planners sit after these blocks. hidden: width of their hidden layer; None: a quarter of the model's.
         threshold: T; a token halts when its scores add up to T. Set it after training to trade cost for accuracy. One
             score is always below 1, so at the paper's T = 1 a token runs one more block than it was planned to.
-        budget: the share of the static cost (0.67), or GMACs ('3.1G'), that training holds. Plans then are relative: a
-            token that stands below the bar stops at the stage, one above it goes to the end, and the bar moves.
-            None: plans are free depths, as printed, and lambda_p alone decides what they cost.
+        budget: the share of the static cost (0.67), or GMACs ('3.1G'), that training holds. Plans are then relative: a
+            token whose standing is below the bar stops at the stage, one above it goes to the end, and training moves
+            the bar. None: plans are free depths, as printed, and lambda_p alone decides what they cost.
         lambda_p, lambda_t: weights of the ponder cost (Eq. 1) and of the target-depth term (Eq. 2).
         sigma: width of the planned distribution (Eq. 3).
-        merge: what a halted token leaves behind. 'none': nothing, as in the paper; 'nearest': it joins the most alike
-            token that goes on, which becomes their mean and counts in attention as that many tokens (as in ToMe; from
-            the first stage on); 'rest': all that halt join one token of the image.
+        merge: where a halted token's state goes. 'none': it is dropped, as in the paper; 'nearest': it is merged with
+            the most similar token that goes on, which becomes their mean and counts in attention as that many tokens
+            (as in ToMe; from the first stage on); 'rest': all tokens that halt are merged into one token of the image.
         """
         super().__init__()
         self.stages = tuple(sorted(set(stages)))
         self.threshold, self.budget, self.sigma = float(threshold), budget, sigma
         self.lambda_p, self.lambda_t, self.hidden, self.merge = lambda_p, lambda_t, hidden, merge
-        self.relative = budget is not None  # apart from its value, on which a compiled step would be fixed
+        self.relative = budget is not None  # a step that read `budget` would be compiled for its value alone
         self.neuron = supervisor.neuron
         self.gamma = nn.Parameter(torch.tensor(float(supervisor.gamma)))
         self.beta = nn.Parameter(torch.tensor(float(supervisor.beta)))
@@ -140,14 +134,14 @@ class AHT(Method):
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> AHT:
-        """Table 2's configurations: high_accuracy, balanced, high_efficiency."""
+        """One of Table 2's configurations: high_accuracy, balanced, high_efficiency."""
         if name not in PRESETS:
             raise unknown("preset", name, PRESETS)
         return cls(**{**PRESETS[name], **options})
 
     @classmethod
     def as_printed(cls, preset: str = "balanced", **options: Any) -> AHT:
-        """Equations 1-3 and nothing else: plans are a training target only, and every gradient flows everywhere."""
+        """Equations 1-3 alone: plans are a training target only, and no gradient is stopped."""
         return cls.preset(preset, **{**PRINTED, **options})
 
     def bind(self, shape: Shape) -> None:
@@ -196,21 +190,21 @@ class AHT(Method):
         merge = None
         if self.merge == "rest" and "forced" not in tokens.notes and layer < self.shape.blocks:
             keep, merge = self._rest(tokens, keep)
-            rows = None  # they are of the keep before
+            rows = None  # they list the rows of the `keep` before this one
         if self.merge == "nearest" and self._may_halt(layer):
             merge = Merge()
         return Verdict(keep, gate=self._gate(tokens, score, keep), record=record, merge=merge, rows=rows)
 
     def _supervise(self, layer: int, tokens: Tokens) -> tuple[Tensor, Tensor | None, Rows | None]:
-        """Section 3.3: scores, and which rows go on by their sums; None: no plan can have stopped a token yet. The rows
-        that go on as a list, where a kernel decides."""
+        """Section 3.3: the scores; which rows go on by the sums of scores, or None where no plan can have stopped a
+        token yet; and, where a kernel decides, the list of the rows that go on."""
         neuron, plan, before = tokens.probed.neuron, tokens.notes["plan"], tokens.notes["cumulative"]
         assert neuron is not None
         early = self.relative and layer < self.stages[0] and "forced" not in tokens.notes
         keep, rows = None, None
         if tokens.rows is not None:
             prefix = 0 if self.halt_class else tokens.prefix
-            limit = self._of_images(tokens, "threshold")
+            limit = self._kernel_value(tokens, "threshold")
             rule = Halt(self.gamma, self.beta, self.follow, layer, limit, prefix)
             score, total, keep, rows = halt(neuron, plan, before, tokens.counted, rule, tokens.notes.get("forced"))
         else:
@@ -223,11 +217,11 @@ class AHT(Method):
         return score, None if early else keep, rows
 
     def _plan(self, layer: int, tokens: Tokens) -> dict[str, Tensor]:
-        """Planned depths in [1, L], written to the tokens' notes; what the trace records of them."""
+        """Write the planned depths, in [1, L], to the tokens' notes. Returns what the trace records of them."""
         planner: Any = self.planners[str(layer)]
         blocks = self.shape.blocks
         if tokens.rows is not None and self.relative and self.context == "live":
-            made_with = Plan(
+            settings = Plan(
                 planner.token.weight,
                 planner.context.weight,
                 planner.token.bias,
@@ -235,13 +229,13 @@ class AHT(Method):
                 planner.out.bias,
                 planner.mean,
                 planner.deviation,
-                self._of_images(tokens, "bar"),
+                self._kernel_value(tokens, "bar"),
                 self.softness,
                 layer,
                 blocks,
             )
             mean = image_mean(tokens.x, tokens.rows)
-            standing, tokens.notes["plan"] = plan_rows(tokens.x, tokens.rows, mean, made_with)
+            standing, tokens.notes["plan"] = plan_rows(tokens.x, tokens.rows, mean, settings)
             return {"plan": tokens.notes["plan"], "standing": standing}
         x = tokens.x.detach() if self.detach else tokens.x
         mean = tokens.image_mean(x) if self.context == "live" else tokens.stream().to(x.dtype).mean(1)
@@ -257,27 +251,27 @@ class AHT(Method):
         tokens.notes["plan"] = plan
         return record
 
-    def _of_images(self, tokens: Tokens, name: str) -> Any:
-        """`operating_value`, for kernels: one value, or one for each image."""
+    def _kernel_value(self, tokens: Tokens, name: str) -> Any:
+        """`operating_value` as kernels take it: one value, or one for each image."""
         value = self.operating_value(tokens, name)
         return value if value is getattr(self, name) else value[:, 0]
 
     def _may_halt(self, layer: int) -> bool:
-        """Whether tokens may halt after this block: hardly any does before the first plan, none needs to at the end."""
+        """Whether tokens may halt after this block: hardly any does before the first plan, and all end at the last."""
         return self.stages[0] <= layer < self.shape.blocks
 
     def _rest(self, tokens: Tokens, keep: Tensor) -> tuple[Tensor, Merge]:
-        """All tokens of an image that halt join one of them, its rest token: the first of those that halt first."""
-        old = tokens.notes["rest"]
-        leaving = tokens.counted & ~keep & ~tokens.is_prefix & ~old
+        """Merge all tokens of an image that halt into one of them, its rest token: the first that halts."""
+        before = tokens.notes["rest"]
+        leaving = tokens.counted & ~keep & ~tokens.is_prefix & ~before
         score = wide(leaving.to(tokens.x.dtype))
-        none_yet = tokens.per_image(tokens.image_sum(old.to(score.dtype)) == 0)
-        rest = tokens.notes["rest"] = old | (leaving & none_yet & (tokens.rank(score) == 0))
+        none_yet = tokens.per_image(tokens.image_sum(before.to(score.dtype)) == 0)
+        rest = tokens.notes["rest"] = before | (leaving & none_yet & (tokens.rank(score) == 0))
         place = tokens.per_image(tokens.image_sum(tokens.place * rest))
         return keep | rest, Merge(torch.where(leaving, place, tokens.place))
 
     def _gate(self, tokens: Tokens, score: Tensor, keep: Tensor) -> Tensor | None:
-        """Hard in value, with the gradient of the token's chance to come this far, prod (1 - h)."""
+        """The hard decision in value, with the gradient of the probability prod (1 - h) that the token still runs."""
         if "survival" not in tokens.notes:
             return None
         survival = tokens.notes["survival"] = tokens.notes["survival"] * (1 - score)
@@ -301,11 +295,11 @@ class AHT(Method):
         for stage in self.stages:
             plan = trace.plans.get(stage, none)  # a pack that is empty by then does not reach the stage
             plan = plan[:, first:].detach() if self.plan_leads else plan[:, first:]
-            silent = plan.isnan()
+            unplanned = plan.isnan()
             planned = log_gaussian(plan.nan_to_num(0.0), trace.blocks, self.sigma)
             divergence = halting_kl(actual, planned)  # Eq. 2-3
             if self.halted_plans == "skip":
-                divergence = ranks.share(divergence.masked_fill(silent, 0.0).sum(), (~silent).sum())
+                divergence = ranks.share(divergence.masked_fill(unplanned, 0.0).sum(), (~unplanned).sum())
             divergences.append(divergence.mean())
         terms = {"ponder": ponder, "target_depth": torch.stack(divergences).mean()}
         if self.asks_attention and teacher is not None and any("attention" in v for v in teacher.trace.values):
@@ -315,11 +309,9 @@ class AHT(Method):
     def _importance(self, trace: Trace, teacher: Trace) -> Tensor:
         """Squared distance of the standings to the attention the teacher's class token pays a token over all blocks.
 
-        Attention that a token gets later says more about its use for the task than what it gets at the stage itself.
+        The attention a token gets in later blocks says more about its use for the task than at the stage itself.
         """
-        paid = teacher.stack("attention").mean(0)[:, trace.prefix :].clamp_min(1e-6).log()
-        mean, deviation = _moments(paid, torch.ones_like(paid, dtype=torch.bool))
-        wanted = (paid - mean) / deviation
+        wanted = standardised_attention(teacher, trace.prefix)
         distances = []
         for where, values in zip(trace.lives, trace.values):
             if "standing" in values:
@@ -347,7 +339,7 @@ class AHT(Method):
             return
         self.held = True
         wanted = goal(self.budget, self.shape, self.brought_in)
-        # In place: a recorded step reads it where it lies. Nothing keeps the old value for a backward pass.
+        # In place, because a recorded step reads this memory. No backward pass needs the old value.
         with torch.no_grad():
             self.bar.add_(0.5 * (cost.to(self.bar.device) - wanted)).clamp_(-4.0, 4.0)
 

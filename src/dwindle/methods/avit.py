@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Halting:
-    """What the paper compares with, and what other methods have.
+    """Variants that the paper compares with, and options of other methods.
 
-    network: width of a two-layer network (GELU, sigmoid) that scores tokens after each block, in the place of the
-        neuron; section 4.3 has 96 on 192. None: the neuron. bias: of its scores, to begin with.
-    merge: what halts is gone ('none', the paper), or joins the most alike patch that goes on ('nearest', see `AHT`).
-    lambda_attention: weight of a term that has tokens which a teacher's class token attends to halt later; 0 is the
-        paper.
+    network: hidden width of a two-layer network (GELU, sigmoid) that scores tokens after each block, in place of the
+        neuron; section 4.3 has 96 for width 192. None: the neuron. bias: initial bias of its scores.
+    merge: tokens that halt are dropped ('none', the paper), or merged with the most similar patch that goes on
+        ('nearest', see `AHT`).
+    lambda_attention: weight of a term that makes tokens halt later to which a teacher's class token attends more; 0 is
+        the paper.
     """
 
     network: Whole1 | None = None
@@ -41,9 +42,9 @@ HALTING = Halting()
 
 
 class AViT(Method):
-    """One neuron of every block's output says how much of a token's work is done; at 1 - eps the token stops.
+    """One neuron of each block's output gives a token's halting score; when the sum reaches 1 - eps, the token stops.
 
-    The token that is read becomes the mean of its states, weighted by its halting probabilities (Eq. 9).
+    The token that the head reads becomes the mean of its states, weighted by its halting probabilities (Eq. 9).
     """
 
     paper = "A-ViT: Adaptive Tokens for Efficient Vision Transformer, 2022"
@@ -63,10 +64,11 @@ class AViT(Method):
         threshold: Above0 | None = None,
         halting: Halting = HALTING,
     ) -> None:
-        """The fields of the last are given by their own names: AViT(merge="nearest").
+        """The fields of the last argument are passed by their own names: AViT(merge="nearest").
 
         gamma, beta: scale and shift of the borrowed neuron, trained and shared by all layers (Eq. 5).
-        eps: a token stops when its scores reach 1 - eps (Eq. 4). `threshold` puts another value in place of 1 - eps.
+        eps: a token stops when the sum of its scores reaches 1 - eps (Eq. 4). threshold: a value to use in place of
+            1 - eps.
         target_depth, sigma: centre and width of the distributional prior (Eq. 12).
         alpha_p, alpha_d: weights of the ponder loss and of the prior (Eq. 14).
         halt_class: the class token halts like the others, as in the paper; False keeps it to the end.
@@ -115,7 +117,7 @@ class AViT(Method):
         return verdict
 
     def _logit(self, depth: int, tokens: Tokens) -> Tensor:
-        """Of the score; at the last block, where all tokens halt, of none."""
+        """The logit of each token's score. The last block's is not used as a score, because all tokens halt there."""
         if self.network is None or depth + 1 == self.shape.blocks:
             return self.gamma * wide(tokens.x[..., self.neuron]) + self.beta  # Eq. 5
         logit: Tensor = self.networks[depth](tokens.x)
@@ -129,7 +131,7 @@ class AViT(Method):
 
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
         trace = out.trace
-        # Eq. 11: scores of halted tokens are 0. Both sides are made distributions before they are compared (Eq. 12).
+        # Eq. 11: scores of halted tokens are 0. Both sides are normalised to distributions and then compared (Eq. 12).
         halting = ranks.mean(trace.scores.mean((1, 2)))
         halting = halting / halting.sum()
         target = log_gaussian(torch.full_like(halting[0], self.target_depth), trace.blocks, self.sigma)
@@ -142,10 +144,10 @@ class AViT(Method):
         return weights | ({"attention": self.lambda_attention} if self.asks_attention else {})
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
-        each: Tensor = tokens  # gamma * f, once per token
+        scores: Tensor = tokens  # gamma * f, once per token
         if self.network is not None:
-            each = tokens * (self.shape.width + 1) * self.network * (depth + 1 < self.shape.blocks)
-        return each + tokens**2 * self.shape.head_size if self._merges(depth) else each
+            scores = tokens * (self.shape.width + 1) * self.network * (depth + 1 < self.shape.blocks)
+        return scores + tokens**2 * self.shape.head_size if self._merges(depth) else scores
 
 
 def _network(width: int, hidden: int, bias: float) -> nn.Module:

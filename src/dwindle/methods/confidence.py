@@ -1,4 +1,4 @@
-"""Confidence threshold: an image stops when the answer read from it so far is sure enough (A-ViT, Table 2)."""
+"""Confidence threshold: an image stops when its class is predicted with enough confidence (A-ViT, Table 2)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from torch import Tensor
 from ..core.backbone import Shape
 from ..core.method import Method, Verdict, require, wide
 from ..core.tokens import Tokens
-from ..core.trace import Trace
 from ..settings import Share
-from .exits import Supervision, depth_weights, read_macs
+from .exits import EarlyExit, Supervision, read_macs
 
 
-class Confidence(Method):
-    """The model's own norm and head answer after every block; an image stops when its likeliest class is past
-    `threshold`."""
+class Confidence(EarlyExit, Method):
+    """The model's own norm and head predict after every block; an image stops when the probability of its likeliest
+    class is above `threshold`."""
 
     paper = "confidence threshold, as compared with in A-ViT, 2022"
     per_image_point = True
@@ -25,7 +24,7 @@ class Confidence(Method):
         """
         threshold: an image stops when max softmax exceeds it; at 1 none stops.
         min_depth: no image stops before this block.
-        supervision: weights of the depths in the task loss, 'linear' (in proportion to the depth) or 'uniform'.
+        supervision: weights of the depths in the task loss, 'linear' (proportional to the depth) or 'uniform'.
         """
         super().__init__()
         self.threshold, self.min_depth, self.supervision = threshold, min_depth, supervision
@@ -40,20 +39,14 @@ class Confidence(Method):
         )
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
-        if self.training:  # every depth learns to answer
+        if self.training:  # the head is trained at every depth
             return Verdict(tokens.decide(depth, None), exit=tokens.read())
         if not self.decides(depth):
             return Verdict(tokens.decide(depth, None))
-        answer = tokens.read()
-        confidence = tokens.per_image(wide(answer).softmax(-1).amax(-1))
+        logits = tokens.read()
+        confidence = tokens.per_image(wide(logits).softmax(-1).amax(-1))
         keep = confidence <= self.operating_value(tokens, "threshold")
-        return Verdict(tokens.decide(depth, keep), record={"score": confidence}, exit=answer)
-
-    def decides(self, depth: int) -> bool:
-        return self.min_depth <= depth + 1 < self.shape.blocks
-
-    def exit_weights(self, trace: Trace) -> Tensor | None:
-        return depth_weights(trace, self.supervision) if self.training else None
+        return Verdict(tokens.decide(depth, keep), record={"score": confidence}, exit=logits)
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         return read_macs(self.shape, tokens) if self.decides(depth) else torch.zeros_like(tokens)

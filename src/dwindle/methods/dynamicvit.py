@@ -9,19 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.backbone import Shape
-from ..core.cost import keep_for
-from ..core.method import Method, Verdict, check_stages, wide
+from ..core.method import Method, Verdict, wide
 from ..core.tokens import Probe, Tokens
 from ..ops.merging import Merge
 from ..settings import AtLeast0, Budget, Share, Stages
 from .attended import Merging, attention_terms
+from .keeping import KeepsShare
 
 if TYPE_CHECKING:
     from ..core.model import Output
 
 
 class Predictor(nn.Module):
-    """A token's own features beside the mean over its image's live patches: the logit of keeping it."""
+    """An MLP on a token's own features and the mean over its image's live patches; gives the logit of keeping it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -36,16 +36,16 @@ class Predictor(nn.Module):
         )
 
     def forward(self, tokens: Tokens) -> Tensor:
-        local, wider = F.gelu(self.embed(self.norm(tokens.x))).chunk(2, -1)
-        patch = (~tokens.is_prefix)[..., None].to(wider.dtype)
+        local, shared = F.gelu(self.embed(self.norm(tokens.x))).chunk(2, -1)
+        patch = (~tokens.is_prefix)[..., None].to(shared.dtype)
         count = tokens.image_sum(patch).clamp_min(1)
-        features = torch.cat([local, tokens.per_image(tokens.image_sum(wider * patch) / count)], -1)
+        features = torch.cat([local, tokens.per_image(tokens.image_sum(shared * patch) / count)], -1)
         drop, keep = wide(self.out(features)).unbind(-1)
         return keep - drop
 
 
-class DynamicViT(Method):
-    """Predictors at three stages decide which patches go on; trained with hard Gumbel decisions and a ratio loss."""
+class DynamicViT(KeepsShare, Method):
+    """Predictors after some blocks decide which patches go on; trained with hard Gumbel decisions and a ratio loss."""
 
     paper = "DynamicViT: Efficient Vision Transformers with Dynamic Token Sparsification, 2021"
     asks_features = True
@@ -65,66 +65,62 @@ class DynamicViT(Method):
         lambda_attention: AtLeast0 = 0.0,
     ) -> None:
         """
-        stages: patches leave after these blocks. keep: rho, the share that goes on at each.
+        stages: patches leave after these blocks. keep: rho, the share of the patches that goes on at each.
         budget: the share of the static cost (0.67), or GMACs ('3.1G'); sets `keep` in place of the value given.
-        count: at inference the best of each image go on, the same number in all ('fixed', the paper), or as many as
-            have a probability of at least `threshold` ('image').
+        count: at inference the best patches of each image go on, the same number in every image ('fixed', the paper),
+            or all whose probability is at least `threshold` ('image').
         lambda_ratio, lambda_features: weights of the ratio loss and, with a teacher, of the distance of the kept
-            patches' features to its own. (The paper's third loss, KL to the teacher's answer, is any method's.)
-        gumbel: decide by the Gumbel-softmax in training, with a gradient; False: as at inference, without one.
-        merge: what leaves is gone ('none', the paper), or joins the most alike patch that goes on ('nearest', as in
-            `AHT`).
-        lambda_attention: weight of a term that has the predictors rank patches as a teacher's class token attends to
-            them over all its blocks; 0 is the paper.
+            patches' features to the teacher's. (The recipe sets the paper's third loss, KL to the teacher's answer.)
+        gumbel: training decides by Gumbel-softmax, with a gradient; False: as at inference, without a gradient.
+        merge: patches that leave are dropped ('none', the paper), or merged with the most similar patch that goes on
+            ('nearest', see `AHT`).
+        lambda_attention: weight of a term that trains the predictors to rank patches as a teacher's class token attends
+            to them over all its blocks; 0 is the paper.
         """
         super().__init__()
-        self.stages = tuple(sorted(set(stages)))
-        self.budget, self.count, self.threshold = budget, count, threshold
-        self.keep: Tensor
-        self.register_buffer("keep", torch.tensor(float(keep)))  # a tensor: turned without compiling anew
+        self.set_share(stages, keep, budget, merge)
+        self.count, self.threshold = count, threshold
         self.lambda_ratio, self.lambda_features, self.gumbel = lambda_ratio, lambda_features, gumbel
-        self.merge, self.lambda_attention = merge, lambda_attention
+        self.lambda_attention = lambda_attention
         self.asks_attention = bool(lambda_attention)
         self.operating_point = ("keep", 0.0, 1.0) if count == "fixed" else ("threshold", 1.0, 0.0)
         self.predictors = nn.ModuleDict()
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
-        check_stages(self.stages, shape)
-        if self.budget is not None:
-            self.keep.fill_(keep_for(self.budget, shape, self.stages, self.macs))
+        self.bind_share(shape, self.macs)
         for stage in self.stages:
             self.predictors[str(stage)] = Predictor(shape.width)
 
     def probe(self, depth: int) -> Probe:
-        return Probe(merging=self.merge == "nearest" and depth + 1 in self.stages)
+        return Probe(merging=self.merges(depth))
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
         layer = depth + 1
         if layer not in self.stages:
             return Verdict(tokens.decide(depth, None))
         logit, patch = self.predictors[str(layer)](tokens), ~tokens.is_prefix
-        record = {"score": torch.sigmoid(-logit)}  # of halting
+        record = {"score": torch.sigmoid(-logit)}  # probability of halting
         record |= {"worth": logit} if self.asks_attention and self.training else {}
-        merge = Merge() if self.merge == "nearest" else None
+        merge = Merge() if self.merges(depth) else None
         if self.training and self.gumbel:
-            soft, keep = self._drawn(tokens, logit)
+            soft, keep = self._gumbel_softmax(tokens, logit)
             keep = tokens.decide(depth, keep | ~patch)
             gate = torch.where(patch, keep + (soft - soft.detach()), 1.0)
-            so_far = tokens.notes["decision"] = gate * tokens.notes.get("decision", torch.ones_like(gate))
-            return Verdict(keep, gate=so_far, record=record | {"kept": gate * patch}, merge=merge)
+            product = tokens.notes["decision"] = gate * tokens.notes.get("decision", torch.ones_like(gate))
+            return Verdict(keep, gate=product, record=record | {"kept": gate * patch}, merge=merge)
         if self.count == "fixed":
-            # int(rho^s N) of the patches the image began with.
+            # int(rho^s N), N the number of patches that the image had at the start.
             share = self.keep.expand(self.stages.index(layer) + 1).prod()  # AOTInductor knows no power of a constant
-            begun = (tokens.shape[1] - tokens.prefix) * share
-            keep = tokens.rank(logit.masked_fill(~patch, -torch.inf)) < (begun + 1e-4).floor()
+            count = (tokens.shape[1] - tokens.prefix) * share
+            keep = tokens.rank(logit.masked_fill(~patch, -torch.inf)) < (count + 1e-4).floor()
         else:
             keep = torch.sigmoid(logit) >= self.threshold
         keep = tokens.decide(depth, keep | ~patch)
         return Verdict(keep, record=record | {"kept": (keep & patch).to(logit.dtype)}, merge=merge)
 
-    def _drawn(self, tokens: Tokens, logit: Tensor) -> tuple[Tensor, Tensor]:
-        """Gumbel-softmax of (drop, keep): the difference of two Gumbel variables is logistic."""
+    def _gumbel_softmax(self, tokens: Tokens, logit: Tensor) -> tuple[Tensor, Tensor]:
+        """The soft and the hard decision to keep. The difference of two Gumbel variables is logistic."""
         u = tokens.gather(torch.rand(tokens.shape, device=logit.device, dtype=logit.dtype)).clamp(1e-6, 1 - 1e-6)
         soft = torch.sigmoid(logit + u.log() - (1 - u).log())
         return soft, soft > 0.5
@@ -139,11 +135,11 @@ class DynamicViT(Method):
         ]
         terms = {"ratio": torch.stack(gaps).mean()}
         if teacher is not None:
-            # Features as they leave the network, normed; without its scale and shift, which both share.
-            mine, other = (F.layer_norm(o.features.float(), o.features.shape[-1:]) for o in (out, teacher))
-            to_end = (trace.depth == trace.blocks)[:, trace.prefix :].to(mine.dtype)
-            distance = ((mine - other)[:, trace.prefix :] ** 2).mean(-1)
-            terms["features"] = ((distance * to_end).sum(-1) / to_end.sum(-1).clamp_min(1)).mean()
+            # Layer norm without the network's scale and shift, which student and teacher share.
+            student_BND, teacher_BND = (F.layer_norm(o.features.float(), o.features.shape[-1:]) for o in (out, teacher))
+            kept_to_end = (trace.depth == trace.blocks)[:, trace.prefix :].to(student_BND.dtype)
+            distance = ((student_BND - teacher_BND)[:, trace.prefix :] ** 2).mean(-1)
+            terms["features"] = ((distance * kept_to_end).sum(-1) / kept_to_end.sum(-1).clamp_min(1)).mean()
         return terms | attention_terms(out, teacher, lambda values: values.get("worth"))
 
     @property
@@ -156,5 +152,5 @@ class DynamicViT(Method):
             return torch.zeros_like(tokens)
         width = self.shape.width
         half, quarter = width // 2, width // 4
-        compared = tokens**2 * self.shape.head_size if self.merge == "nearest" else 0
+        compared = tokens**2 * self.shape.head_size if self.merges(depth) else 0
         return tokens * (width * width + width * half + half * quarter + quarter * 2) + compared

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class PonderNet(Method):
-    """After each block an image halts with probability lambda; the answers of all depths are trained, weighted by it.
+    """After each block an image halts with probability lambda; training weights each depth's loss by the probability of
+    halting there.
 
     lambda is read from one neuron of the class token, as A-ViT reads its scores.
     """
@@ -42,13 +43,14 @@ class PonderNet(Method):
         sample: bool = False,
     ) -> None:
         """
-        gamma, beta: lambda = sigmoid(gamma * f + beta), f that neuron of the block's output; trained, shared by blocks.
-        prior: parameter of the geometric distribution that halting is drawn to. beta_kl: weight of that term.
+        gamma, beta: lambda = sigmoid(gamma * f + beta), f neuron number `neuron` of the block's output; both are
+            trained and shared by all blocks.
+        prior: parameter of the geometric distribution that the KL term pulls halting towards. beta_kl: its weight.
         threshold: an image stops when it has halted with at least this probability. 0.5 is the median.
-        per: 'image', lambda is the class token's and all tokens stop; 'token', each has its own, and patches stop
-            (A-ViT's appendix).
-        sample: patches stop at a depth drawn from their halting distribution, in training too; with per='token'. The
-            draw follows from the image's pixels; at a threshold of 0.5 it is fair, below it earlier.
+        per: 'image': lambda is the class token's, and all tokens stop; 'token': each token has its own, and patches
+            stop (A-ViT's appendix).
+        sample: patches stop at a depth drawn from their halting distribution, in training too; needs per='token'. The
+            draw is computed from the image's pixels. At a threshold of 0.5 it is unbiased; below, depths are earlier.
         """
         super().__init__()
         self.gamma = nn.Parameter(torch.tensor(float(gamma)))
@@ -65,22 +67,22 @@ class PonderNet(Method):
         )
 
     def start(self, tokens: Tokens) -> Tokens:
-        tokens.notes["going"] = tokens.numbers(1.0)  # prod_j (1 - lambda_j)
+        tokens.notes["surviving"] = tokens.numbers(1.0)  # prod_j (1 - lambda_j)
         if self.sample:
             assert tokens.images is not None
-            lot = drawn(tokens.images, tokens.shape[1], 0)
-            tokens.notes["lot"] = tokens.gather(lot).to(tokens.notes["going"].dtype)
+            draws = drawn(tokens.images, tokens.shape[1], 0)
+            tokens.notes["draws"] = tokens.gather(draws).to(tokens.notes["surviving"].dtype)
         return tokens
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
-        if depth + 1 == self.shape.blocks:  # what is left stops here
-            score, keep = torch.ones_like(tokens.notes["going"]), None
+        if depth + 1 == self.shape.blocks:  # all that is left stops here
+            score, keep = torch.ones_like(tokens.notes["surviving"]), None
         else:
             score = self._score(tokens)
-            going = tokens.notes["going"] = tokens.notes["going"] * (1 - score)
-            keep = None if self.training and not self.sample else self._goes_on(tokens, going)
-        answer = tokens.read() if self.training else None
-        return Verdict(tokens.decide(depth, keep), record={"score": score}, exit=answer)
+            surviving = tokens.notes["surviving"] = tokens.notes["surviving"] * (1 - score)
+            keep = None if self.training and not self.sample else self._goes_on(tokens, surviving)
+        logits = tokens.read() if self.training else None
+        return Verdict(tokens.decide(depth, keep), record={"score": score}, exit=logits)
 
     def _score(self, tokens: Tokens) -> Tensor:
         if self.per == "token":
@@ -88,16 +90,16 @@ class PonderNet(Method):
         feature = wide(image_state(tokens, tokens.x[..., self.neuron, None])[:, 0])
         return tokens.per_image(torch.sigmoid(self.gamma * feature + self.beta))
 
-    def _goes_on(self, tokens: Tokens, going: Tensor) -> Tensor:
+    def _goes_on(self, tokens: Tokens, surviving: Tensor) -> Tensor:
         limit = self.operating_value(tokens, "threshold")
         if self.sample:  # a uniform number under the distribution function is a draw from the distribution
-            limit = 2 * limit * tokens.notes["lot"]
-        keep: Tensor = 1 - going < limit
+            limit = 2 * limit * tokens.notes["draws"]
+        keep: Tensor = 1 - surviving < limit
         return keep if self.per == "image" else keep | tokens.is_prefix
 
     def distribution(self, trace: Trace) -> Tensor:
-        """(L, B): p_n = lambda_n prod_{j<n} (1 - lambda_j), and what is left at the last block an image came to. Of
-        tokens with a lambda each, the class token's: it is what is read."""
+        """(L, B): p_n = lambda_n prod_{j<n} (1 - lambda_j), and the remainder at the last block an image reached. Where
+        each token has its own lambda, this is the class token's, because the head reads it."""
         if self.per == "token" and trace.prefix:
             return halting_distribution(trace.scores[..., 0], trace.live[..., 0], "hazard")
         counts = trace.counts
@@ -123,5 +125,5 @@ class PonderNet(Method):
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         if self.per == "token":
             return tokens * (depth + 1 < self.shape.blocks)
-        asked = (tokens > 0) & (depth + 1 < self.shape.blocks)
-        return asked.to(tokens.dtype)  # gamma * f, once per image
+        scored = (tokens > 0) & (depth + 1 < self.shape.blocks)
+        return scored.to(tokens.dtype)  # gamma * f, once per image

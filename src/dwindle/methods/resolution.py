@@ -1,4 +1,4 @@
-"""A smaller image: what any method that leaves out tokens has to beat where images are redundant."""
+"""The model on a smaller image, as a baseline for methods that drop tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..settings import Budget, Within
 
 
 class Resolution(Method):
-    """The static model on the image made smaller. Its positions are resampled to the grid of patches that is left.
+    """The static model on a downscaled image. Its position embedding is resampled to the smaller grid of patches.
 
-    Its cost is the smaller image's. Making it smaller is not counted: who knows the size reads images so.
+    The cost is that of the smaller image. Downscaling is not counted, because images can be read at that size.
     """
 
     needs_training = False
@@ -26,7 +26,7 @@ class Resolution(Method):
 
     def __init__(self, scale: Annotated[float, Within(0, 1, over=True)] = 0.75, budget: Budget = None) -> None:
         """
-        scale: share of the image's sides that is left, rounded to whole patches.
+        scale: the factor by which the image's sides are scaled, rounded to whole patches.
         budget: the share of the static cost (0.67), or GMACs ('3.1G'); sets `scale` to the size of the nearest cost.
         """
         super().__init__()
@@ -44,14 +44,14 @@ class Resolution(Method):
 
     @property
     def config(self) -> dict[str, Any]:
-        """scale as it stands: what the budget came to, or what it was turned to since."""
+        """The settings, with the scale in use (chosen by the budget, or set later) in place of the budget."""
         return super().config | ({"budget": None} if hasattr(self, "shape") else {})
 
     def _cost(self, scale: float) -> float:
         return static_macs(self.shape, self.size(self.shape.image, scale)) / static_macs(self.shape)
 
     def size(self, image: tuple[int, int], scale: float) -> tuple[int, int]:
-        """Of what is left of an image of this size: whole patches, one at least."""
+        """Height and width of an image of this size after downscaling: whole patches, at least one."""
         rows, columns = (max(1, int(scale * patches + 0.5)) for patches in self.shape.grid(image))
         return rows * self.shape.patch[0], columns * self.shape.patch[1]
 

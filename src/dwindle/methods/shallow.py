@@ -1,4 +1,4 @@
-"""A shallower static model: what any adaptive depth has to beat (A-ViT, Table 2's baseline at reduced depth)."""
+"""A shallower static model, as a baseline for adaptive depth (the baseline at reduced depth of A-ViT's Table 2)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Shallow(Method):
 
     def __init__(self, depth: Annotated[float, Within(1)] = 8, budget: Budget = None) -> None:
         """
-        depth: the last block that is run. A fraction, as calibration may leave it, counts as the block above.
+        depth: the last block that is run. A fraction, which calibration may set, is rounded up.
         budget: the share of the static cost (0.67), or GMACs ('3.1G'); sets `depth` to the one of the nearest cost.
         """
         super().__init__()
@@ -37,7 +37,7 @@ class Shallow(Method):
 
     @property
     def config(self) -> dict[str, Any]:
-        """depth as it stands: what the budget came to, or what it was turned to since."""
+        """The settings, with the depth in use (chosen by the budget, or set later) in place of the budget."""
         return super().config | ({"budget": None} if hasattr(self, "shape") else {})
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:

@@ -1,4 +1,4 @@
-"""Similarity gauging: an image stops when its answer hardly changes from block to block (A-ViT, Table 2)."""
+"""Similarity gauging: an image stops when its prediction hardly changes from block to block (A-ViT, Table 2)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,15 @@ from torch import Tensor
 from ..core.backbone import Shape
 from ..core.method import Method, Verdict, require, wide
 from ..core.tokens import Tokens
-from ..core.trace import Trace
 from ..settings import AtLeast0
-from .exits import Supervision, depth_weights, read_macs
+from .exits import EarlyExit, Supervision, read_macs
 
-FARTHEST = {
-    "mse": 16.0,
-    "cosine": 2.0,
-    "lpips": 4.0,
-}  # a distance few answers, or none, can have: the cheap end of the operating point
+# Distances that few pairs of predictions reach, or none: the cheapest value of the operating point.
+FARTHEST = {"mse": 16.0, "cosine": 2.0, "lpips": 4.0}
 
 
-class Similarity(Method):
-    """The model's own norm and head answer after every block; an image stops when two answers in a row are closer
+class Similarity(EarlyExit, Method):
+    """The model's own norm and head predict after every block; an image stops when two predictions in a row are closer
     than `threshold`."""
 
     paper = "similarity gauging, as compared with in A-ViT, 2022"
@@ -39,12 +35,12 @@ class Similarity(Method):
         supervision: Supervision = "linear",
     ) -> None:
         """
-        threshold: an image stops when the distance of its last two answers is below it; at 0 none stops.
+        threshold: an image stops when the distance of its last two predictions is below it; at 0 none stops.
         kind: distance of the logits, 'mse' (mean squared difference) or 'cosine' (1 - cosine); or of the states,
-            'lpips': the squared difference of each token's two states, both of length 1, mean over the image, as LPIPS
-            compares features (without weights learnt from people's judgement).
-        min_depth: no image stops before this block; there are two answers to compare from block 2 on.
-        supervision: weights of the depths in the task loss, 'linear' (in proportion to the depth) or 'uniform'.
+            'lpips': the squared difference of each token's two states, both normalised to length 1, mean over the
+            image, as LPIPS compares features (without weights learnt from people's judgement).
+        min_depth: no image stops before this block; there are two predictions to compare from block 2 on.
+        supervision: weights of the depths in the task loss, 'linear' (proportional to the depth) or 'uniform'.
         """
         super().__init__()
         self.threshold, self.kind, self.min_depth, self.supervision = threshold, kind, min_depth, supervision
@@ -59,7 +55,7 @@ class Similarity(Method):
         )
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
-        if self.training:  # every depth learns to answer
+        if self.training:  # the head is trained at every depth
             return Verdict(tokens.decide(depth, None), exit=tokens.read())
         before, tokens.notes["before"] = tokens.notes.get("before"), tokens.x
         if before is None or not self.decides(depth):
@@ -69,23 +65,17 @@ class Similarity(Method):
             distance = tokens.per_image(tokens.image_mean(square[..., None])[:, 0])
             keep = distance >= self.operating_value(tokens, "threshold")
             return Verdict(tokens.decide(depth, keep), record={"score": distance})
-        # Notes are per row, and a state is smaller than an answer: so the state is kept and read again.
-        answer, earlier = tokens.read(), replace(tokens, x=before).read()
-        distance = tokens.per_image(self.distance(wide(answer), wide(earlier)))
+        # Notes hold one entry per row, and logits are per image, so the state is kept and read a second time.
+        logits, earlier = tokens.read(), replace(tokens, x=before).read()
+        distance = tokens.per_image(self.distance(wide(logits), wide(earlier)))
         keep = distance >= self.operating_value(tokens, "threshold")
-        return Verdict(tokens.decide(depth, keep), record={"score": distance}, exit=answer)
+        return Verdict(tokens.decide(depth, keep), record={"score": distance}, exit=logits)
 
-    def distance(self, answer: Tensor, earlier: Tensor) -> Tensor:
-        """(B,) of (B, classes) logits."""
+    def distance(self, logits: Tensor, earlier: Tensor) -> Tensor:
+        """(B,) distances of two predictions, each (B, classes)."""
         if self.kind == "mse":
-            return (answer - earlier).square().mean(-1)
-        return 1 - F.cosine_similarity(answer, earlier, dim=-1)
-
-    def decides(self, depth: int) -> bool:
-        return self.min_depth <= depth + 1 < self.shape.blocks
-
-    def exit_weights(self, trace: Trace) -> Tensor | None:
-        return depth_weights(trace, self.supervision) if self.training else None
+            return (logits - earlier).square().mean(-1)
+        return 1 - F.cosine_similarity(logits, earlier, dim=-1)
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         reads = self.kind != "lpips" and self.decides(depth)

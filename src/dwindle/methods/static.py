@@ -1,4 +1,4 @@
-"""Nothing halts: the wrapped model itself, for baselines trained and measured by the same loop."""
+"""The wrapped model itself, in which nothing halts: for baselines trained and measured by the same loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Static(Method):
     paper = "the wrapped model itself"
 
     def __init__(self, attention: bool = False) -> None:
-        """attention: record, for every block, the share of the class token's attention each token got."""
+        """attention: record, for every block, the share of the class token's attention that each token got."""
         super().__init__()
         self.attention = attention
 

@@ -17,10 +17,11 @@ from ..settings import AtLeast0, Budget, Share, Within
 
 
 class ToMe(Method):
-    """After every block the most alike pairs of tokens become one, their mean by the number of patches each is made of.
+    """After every block the most similar pairs of tokens are merged into their mean, weighted by how many patches each
+    is made of.
 
-    Merging follows the block; in the paper it stands between attention and MLP. The MLP of the tokens about to be
-    merged is computed and counted.
+    Merging follows the block; in the paper it is between attention and MLP. The MLP of the tokens about to be merged is
+    computed and counted.
     """
 
     needs_training = False
@@ -38,15 +39,15 @@ class ToMe(Method):
         proportion: Share = 1.0,
     ) -> None:
         """
-        r: tokens merged after every block but the last; a fraction is spread over the blocks. None: as the budget says,
+        r: tokens merged after every block but the last; a fraction is spread over the blocks. None: set by the budget,
             or 8.
         budget: the share of the static cost (0.67), or GMACs ('3.1G'); in place of r.
-        alike: by what tokens are compared. 'keys': of attention, as in the paper; 'states': after the backbone's last
-            norm, which tells better what a token will be in the end.
-        even: how much pairs of tokens that are large already count as less alike: times the logarithm of the smaller
-            one's size. Groups then stay small, and what is given back is nearer to what each token was.
-        until: merging ends after this share of the blocks, so that more is merged before.
-        proportion: attention counts a token that is the mean of s as s to this power; 1: as the paper does.
+        alike: what tokens are compared by. 'keys': their keys in attention, as in the paper; 'states': their states
+            after the backbone's last norm, which predict a token's final state better.
+        even: this times the logarithm of the smaller token's size is subtracted from a pair's similarity. Groups of
+            merged tokens then stay small, and the states given back are nearer to those of each token.
+        until: tokens are merged only in this first share of the blocks; with a budget, more are merged in each of them.
+        proportion: attention counts a token that is the mean of s tokens as s to this power; 1 is the paper.
         """
         super().__init__()
         self.alike, self.even, self.until, self.proportion = alike, even, until, proportion
@@ -55,7 +56,7 @@ class ToMe(Method):
 
     @classmethod
     def for_features(cls, r: float | None = None, budget: Budget = None) -> Self:
-        """With settings for features that stay close to the static model's, found on an untrained DINOv2 ViT-S/14."""
+        """ToMe with settings that keep features close to the static model's; found on DINOv2 ViT-S/14, untrained."""
         return cls(r, budget, alike="states", even=0.1, until=2 / 3, proportion=0.6)
 
     def bind(self, shape: Shape) -> None:
@@ -66,7 +67,7 @@ class ToMe(Method):
 
     @property
     def config(self) -> dict[str, Any]:
-        """r as it stands: what the budget came to, or what it was turned to since."""
+        """The settings, with the r in use (chosen by the budget, or set later) in place of the budget."""
         return super().config | ({"budget": None} if hasattr(self, "shape") else {"r": None} if self.budget else {})
 
     @classmethod
@@ -74,6 +75,8 @@ class ToMe(Method):
         return super().from_config(options | ({} if options.get("r") is None else {"budget": None}))
 
     def _r_for(self, goal: float) -> float:
+        """The r at which an image costs this share of the static cost."""
+
         def cost(r: float) -> float:
             self.r = r
             left, macs = torch.tensor(self.shape.tokens(), dtype=torch.float64), fixed_macs(self.shape)
@@ -85,6 +88,7 @@ class ToMe(Method):
         return round(bisected(cost, goal, self.shape.tokens() / 2, 0.0)[1], 4)
 
     def _merged_at(self, depth: int) -> int:
+        """How many tokens are merged after block `depth` (from 0)."""
         if depth + 1 >= self.shape.blocks or depth >= self.until * self.shape.blocks:
             return 0
         return int(self.r * (depth + 1) + 1e-6) - int(self.r * depth + 1e-6)
@@ -98,25 +102,26 @@ class ToMe(Method):
             return Verdict(tokens.decide(depth, None))
         compared = tokens.normed() if self.alike == "states" else tokens.probed.keys
         assert compared is not None
-        alike, partner = self._match(tokens, F.normalize(wide(compared), dim=-1))
-        half = tokens.image_sum(wide((~tokens.is_prefix).to(alike.dtype))) // 2  # at most this many, as in the paper
-        joins = tokens.rank(alike) < tokens.per_image(half.clamp_max(count))
-        keep = tokens.decide(depth, ~joins)
-        merge = Merge(torch.where(joins & ~keep, partner, tokens.place), proportion=self.proportion)
-        return Verdict(keep, record={"score": alike.nan_to_num(neginf=-1.0)}, merge=merge)
+        similarity, partner = self._match(tokens, F.normalize(wide(compared), dim=-1))
+        half = tokens.image_sum(wide((~tokens.is_prefix).to(similarity.dtype))) // 2  # the paper's upper bound
+        merged = tokens.rank(similarity) < tokens.per_image(half.clamp_max(count))
+        keep = tokens.decide(depth, ~merged)
+        merge = Merge(torch.where(merged & ~keep, partner, tokens.place), proportion=self.proportion)
+        return Verdict(keep, record={"score": similarity.nan_to_num(neginf=-1.0)}, merge=merge)
 
     def _match(self, tokens: Tokens, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """On rows: for every second token of an image how alike the most alike of the others is, and which it is (its
-        place in the image). -inf for the others, and where there is none."""
+        """Bipartite matching on rows: for every second token of an image the highest similarity to one of the other
+        half, and the place in the image of that partner. The similarity is -inf for the other half, and where there is
+        no partner."""
         longest = tokens.padding.shape[1]
-        free = _even(tokens.padding & ~tokens.pad(tokens.is_prefix))
-        keys, place = _even(tokens.pad(keys)), _even(tokens.pad(tokens.place))
-        alike = keys[:, ::2] @ keys[:, 1::2].transpose(1, 2)
+        free = _even_length(tokens.padding & ~tokens.pad(tokens.is_prefix))
+        keys, place = _even_length(tokens.pad(keys)), _even_length(tokens.pad(tokens.place))
+        similarity = keys[:, ::2] @ keys[:, 1::2].transpose(1, 2)  # (B, n / 2, n / 2)
         if self.even:
-            size = _even(tokens.pad(tokens.size)).clamp_min(1).log()
-            alike = alike - self.even * torch.minimum(size[:, ::2, None], size[:, None, 1::2])
-        alike = alike.masked_fill(~(free[:, ::2, None] & free[:, None, 1::2]), -torch.inf)
-        best, partner = alike.max(-1)  # (B, n / 2)
+            size = _even_length(tokens.pad(tokens.size)).clamp_min(1).log()
+            similarity = similarity - self.even * torch.minimum(size[:, ::2, None], size[:, None, 1::2])
+        similarity = similarity.masked_fill(~(free[:, ::2, None] & free[:, None, 1::2]), -torch.inf)
+        best, partner = similarity.max(-1)  # (B, n / 2)
         partner = place[:, 1::2].gather(1, partner)
         best = _interleave(best, torch.full_like(best, -torch.inf))
         return tokens.unpad(best[:, :longest]), tokens.unpad(_interleave(partner, partner)[:, :longest])
@@ -128,8 +133,8 @@ class ToMe(Method):
         return (tokens / 2).ceil() * (tokens / 2).ceil() * compared
 
 
-def _even(padded: Tensor) -> Tensor:
-    """With an empty entry more where the second axis is odd."""
+def _even_length(padded: Tensor) -> Tensor:
+    """The tensor, with one more empty entry where its second axis is odd."""
     missing = padded.shape[1] % 2
     return torch.cat([padded, torch.zeros_like(padded[:, :missing])], 1)
 

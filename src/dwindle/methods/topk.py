@@ -1,4 +1,4 @@
-"""EViT: Expediting Vision Transformers via Token Reorganizations (Liang et al., 2022), its rule for picking tokens."""
+"""EViT's rule for picking tokens: Expediting Vision Transformers via Token Reorganizations (Liang et al., 2022)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from ..core.backbone import Shape
-from ..core.cost import keep_for
-from ..core.method import Method, Verdict, check_stages, require, wide
+from ..core.method import Method, Verdict, require
 from ..core.tokens import Probe, Tokens
 from ..ops.merging import Merge
 from ..settings import AtLeast0, Budget, Share, Stages
 from .attended import Merging, attention_terms
+from .keeping import KeepsShare
 
 if TYPE_CHECKING:
     from ..core.model import Output
 
 
-class TopK(Method):
-    """After some blocks only the patches that the class token attends to most go on, as many in every image."""
+class TopK(KeepsShare, Method):
+    """After some blocks only the patches that the class token attends to most go on, the same number in every image."""
 
     needs_training = False
     keeps_prefix = True
@@ -38,33 +38,29 @@ class TopK(Method):
         """
         stages: patches leave after these blocks. keep: share of the patches that go on at each.
         budget: the share of the static cost (0.67), or GMACs ('3.1G'); sets `keep` in place of the value given.
-        fuse: one more token goes on, the mean of those left behind, weighted by the attention they got.
-        merge: what leaves is gone ('none'), or joins the most alike patch that goes on ('nearest', see `AHT`).
-        lambda_attention: weight of a term that has the class token attend at each stage as a teacher's does over all
-            its blocks; 0 is the paper.
+        fuse: one more token goes on, the mean of the patches that leave, weighted by the attention they got.
+        merge: patches that leave are dropped ('none'), or merged with the most similar patch that goes on ('nearest',
+            see `AHT`).
+        lambda_attention: weight of a term that trains the class token to attend at each stage as a teacher's does over
+            all its blocks; 0 is the paper.
         """
         super().__init__()
         require(
             not fuse or merge == "none", "fuse = True, merge = nearest", "each is a place for what leaves; take one"
         )
-        self.stages = tuple(sorted(set(stages)))
-        self.budget, self.fuse = budget, fuse
-        self.merge, self.lambda_attention = merge, lambda_attention
+        self.set_share(stages, keep, budget, merge)
+        self.fuse, self.lambda_attention = fuse, lambda_attention
         self.asks_attention = bool(lambda_attention)
-        self.keep: Tensor
-        self.register_buffer("keep", torch.tensor(float(keep)))  # a tensor: turned without compiling anew
         self.operating_point = ("keep", 0.0, 1.0)
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
-        check_stages(self.stages, shape)
-        if self.budget is not None:
-            self.keep.fill_(keep_for(self.budget, shape, self.stages, self.macs, int(self.fuse)))
+        self.bind_share(shape, self.macs, fused=int(self.fuse))
 
     def probe(self, depth: int) -> Probe:
-        judges = depth + 1 in self.stages
-        learns = self.asks_attention and self.training
-        return Probe(attention=judges, attention_learns=judges and learns, merging=judges and self.merge == "nearest")
+        decides = depth + 1 in self.stages
+        learns = decides and self.asks_attention and self.training
+        return Probe(attention=decides, attention_learns=learns, merging=self.merges(depth))
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
         if depth + 1 not in self.stages:
@@ -73,12 +69,11 @@ class TopK(Method):
         assert score is not None
         patch = ~tokens.is_prefix
         rank = tokens.rank(score.detach().masked_fill(~patch, -torch.inf))
-        # Rounded against noise in the product: 0.7 * 10 is 7, not 8.
-        wanted = tokens.per_image((self.keep * tokens.image_sum(wide(patch.to(score.dtype))) - 1e-4).ceil())
-        keep, merge = (rank < wanted) | ~patch, Merge() if self.merge == "nearest" else None
+        count = self.kept_patches(tokens, patch.to(score.dtype))
+        keep, merge = (rank < count) | ~patch, Merge() if self.merges(depth) else None
         if self.fuse and "forced" not in tokens.notes:
             leaving = tokens.counted & ~keep
-            best = leaving & (rank == wanted)  # the best of those that would leave goes on, as the mean of all of them
+            best = leaving & (rank == count)  # the best of those that would leave goes on, as the mean of all of them
             place = tokens.per_image(tokens.image_sum(tokens.place * best))
             keep, merge = keep | best, Merge(torch.where(leaving, place, tokens.place), weight=score)
         return Verdict(tokens.decide(depth, keep), record={"score": score}, merge=merge)
@@ -97,7 +92,7 @@ class TopK(Method):
             return torch.zeros_like(tokens)
         queries = 1 if self.shape.prefix else tokens
         fused = tokens * self.shape.width if self.fuse else 0
-        compared = tokens**2 * self.shape.head_size if self.merge == "nearest" else 0
+        compared = tokens**2 * self.shape.head_size if self.merges(depth) else 0
         return queries * tokens * self.shape.heads * self.shape.head_size + fused + compared
 
 

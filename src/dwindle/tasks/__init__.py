@@ -1,4 +1,4 @@
-"""What a model is trained for. A new task is one new file here, which registers itself."""
+"""The tasks that models are trained for. A new task is one new file here, which registers itself."""
 
 from ..core.registry import discover
 from .base import Task

@@ -1,4 +1,4 @@
-"""What a task is: its data, its loss, and how a model's answers are measured."""
+"""The base class of tasks: their data, their loss, and how a model's answers are measured."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..errors import DwindleError, brief, listed, unknown
 
-# What a model's answer to one image is: a number for each class; other numbers; numbers for each patch, which make a
-# map; the state of each token. Or a text's next character.
+# What a model answers. For one image: logits of classes; other numbers; numbers for each patch, which make a map; the
+# state of each token. For a text: logits of the next character.
 Answers = Literal["classes", "numbers", "maps", "features", "text"]
-SAID = {
+DESCRIPTIONS = {  # in errors, after "to tell"
     "classes": "which class an image shows",
     "numbers": "numbers of an image",
     "maps": "maps of an image",
@@ -28,8 +28,8 @@ SAID = {
 class Source:
     """Where a task's data comes from.
 
-    opened: the data itself, where it is open already: (training, evaluation) images, or a text. resident: images that
-    an earlier run decoded. limit: use only so many images of each part.
+    opened: data that is open already: (training, evaluation) images, or a text. resident: images that an earlier run
+    decoded. limit: the number of images to use of each part.
     """
 
     data: str | None
@@ -40,34 +40,34 @@ class Source:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What a run depends on, as its state keeps it."""
+        """The arguments that a run's results depend on, as the run's state keeps them."""
         named = {"data": self.data, "eval_data": self.eval_data, "limit": self.limit}
         return {name: value for name, value in named.items() if value is not None}
 
 
 class Task:
-    """The trainer asks it for batches, the learner for losses, evaluation for what counts.
+    """A task gives the trainer its batches, the learner its losses, and evaluation its metrics.
 
-    Shapes: B images, C numbers of an answer, `...` several answers to one image, such as one per depth.
+    Shapes: B images, C numbers of an answer, P patches, `...` several answers to one image, such as one per depth.
     """
 
     registry: ClassVar[dict[str, type[Task]]] = {}
     name: ClassVar[str]
     answers: ClassVar[Answers]
-    distils: ClassVar[bool] = False  # a teacher's answers can be learnt
-    needs_teacher: ClassVar[bool] = False  # and nothing else is
-    unused: ClassVar[tuple[str, ...]] = ()  # settings of a recipe that have no effect on it
-    numbered_by: ClassVar[str] = "epoch"  # the column of the metrics that counts
+    distils: ClassVar[bool] = False  # whether a teacher's answers can be learnt
+    needs_teacher: ClassVar[bool] = False  # whether a teacher's answers are all that is learnt
+    unused: ClassVar[tuple[str, ...]] = ()  # settings of a recipe that have no effect on the task
+    numbered_by: ClassVar[str] = "epoch"  # the column that numbers the rows of the metrics
     shown: ClassVar[tuple[str, ...]] = ("total", "cost", "top1", "gmacs")  # columns shown in the terminal
     needs_data: ClassVar[bool] = True  # whether data must be named
     # Set by the task when its data is open, or when the model's size is known.
     outputs: int  # numbers of an answer: the size of a head
-    batch: int  # of this process
-    steps: int  # of the whole run
+    batch: int  # images of a batch, in this process
+    steps: int  # steps of the whole run
     steps_per_epoch: int
-    eval_every: int  # epochs
-    save_every: int
-    holdout: dict[str, Any]  # what of the training data was held out to evaluate on
+    eval_every: int  # in epochs
+    save_every: int  # in epochs
+    holdout: dict[str, Any]  # which of the training data was held out for evaluation
     resident: Any = None  # images decoded on the device, for tasks that keep them there
     shared: Any = None  # data that a later run may take as it is (`Source.opened`)
 
@@ -82,73 +82,75 @@ class Task:
         self.recipe, self.source, self.device = recipe, source, device
         self.holdout = {}
 
-    # Its data.
+    # The data.
     @property
     def epochs(self) -> int:
+        """The number of epochs of the run; the last may be incomplete."""
         return -(-self.steps // self.steps_per_epoch)
 
     def batches(self, train: bool, epoch: int = 0) -> Iterable[tuple[Tensor, ...]]:
-        """This process's share of an epoch, or of what is evaluated on."""
+        """This process's batches of a training epoch, or of the evaluation data."""
         raise NotImplementedError
 
     def mixed(self, x: Tensor, y: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """The batch with its images mixed, for tasks that do."""
+        """The batch after mixup or cutmix, for tasks that have it."""
         return x, y
 
     @classmethod
     def evaluation_data(cls, model: Any, data: str, count: int | None = None, holdout: float | None = None) -> Any:
-        """What `dwindle eval` opens for a model of this task: the first `count`; holdout: see `evaluation_images`."""
+        """The data on which `dwindle eval` evaluates a model of this task. count: only the first images. holdout: see
+        `evaluation_images`."""
         raise DwindleError(
             f"The task '{cls.name}' makes targets of its own, which dwindle eval does not know; a model is evaluated "
             "where it is trained, and its results stand in its card."
         )
 
-    # Its loss.
+    # The loss.
     def loss(self, answers: Tensor, targets: Tensor) -> Tensor:
-        """(..., B) of answers (..., B, C), or (..., B, P, C) where there is one for each patch."""
+        """(..., B) losses of answers (..., B, C), or (..., B, P, C) where each patch has one."""
         raise NotImplementedError
 
     def distill(self, answers: Tensor, teacher: Tensor) -> Tensor:
-        """(..., B) of the same answers and a teacher's to the batch, for tasks that can be distilled."""
+        """(..., B) losses of the same answers against a teacher's, for tasks that can be distilled."""
         raise NotImplementedError
 
-    # How answers are measured.
+    # The metrics.
     @staticmethod
     def measure(answers: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Numbers of each image by name, (B,) or (B, ...). They are added up over all images."""
+        """Values of each image by name, (B,) or (B, ...), which are summed over all images."""
         raise NotImplementedError
 
     @staticmethod
     def summary(sums: Mapping[str, Tensor], images: int) -> dict[str, float]:
-        """What is told of these sums: by itself their means."""
+        """The metrics, computed from these sums; unless a task overrides it, the means."""
         return {name: round(float(total) / images, 3) for name, total in sums.items()}
 
-    # What is said of it.
+    # Descriptions.
     def about(self) -> dict[str, Any]:
-        """What a result says beside its numbers."""
+        """Entries of a result beside its metrics."""
         return {}
 
     def told(self) -> str | None:
-        """A sentence for the terminal on the data that the model is evaluated on."""
+        """A sentence for the terminal about the evaluation data."""
         return None
 
     def noticed(self) -> dict[str, Any]:
-        """More numbers for the run's last line, such as images that were skipped."""
+        """More entries for the run's last line, such as the number of skipped images."""
         return {}
 
     def extra(self) -> dict[str, Any]:
-        """What the checkpoint keeps: to prepare data, to name answers, and what they are."""
+        """Entries of the checkpoint's `extra`: the task, how data is prepared, names of classes."""
         return {"task": {"name": self.name, "answers": self.answers}}
 
     # Saving and resuming.
     def gather(self) -> None:
-        """Before saving, on every process: bring together what each noticed."""
+        """Called on every process before saving: exchange what each has recorded."""
 
     def write(self, out: Path) -> None:
-        """Files of the task beside the checkpoint."""
+        """Write the task's files beside the checkpoint."""
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run must find again."""
+        """What must be the same when a run is resumed."""
         return {}
 
     def check_state(self, state: dict[str, Any], out: Path) -> None:
@@ -156,22 +158,25 @@ class Task:
 
 
 def task_named(name: str) -> type[Task]:
+    """The task of this name."""
     if name not in Task.registry:
         raise unknown("task", name, Task.registry)
     return Task.registry[name]
 
 
-# Of checkpoints that do not say what they answer: by the recipe's task.
+# The answers of older checkpoints, which do not store them, by the recipe's task.
 OLDER: dict[str, Answers] = {"segmentation": "maps", "depth": "maps", "language": "text"}
 
 
 def answers_of(model: Any) -> tuple[str, Answers]:
-    """The task a model was trained for, and what its answers are. One that was never trained has no task ("") if its
-    head is for patches; else its answers are classes."""
+    """The name of the task that a model was trained for, and what its answers are.
+
+    A model that was never trained counts as trained to classify; with a head for patches, its task is "".
+    """
     extra = getattr(model, "extra", {})
-    kept = extra.get("task")
-    if isinstance(kept, dict) and kept.get("answers") in SAID and isinstance(kept.get("name"), str):
-        return kept["name"], kept["answers"]
+    stored = extra.get("task")
+    if isinstance(stored, dict) and stored.get("answers") in DESCRIPTIONS and isinstance(stored.get("name"), str):
+        return stored["name"], stored["answers"]
     recipe = extra.get("recipe", {})
     if recipe.get("distill") == "features":
         return "features", "features"
@@ -190,22 +195,24 @@ def check_answers(model: Any, source: str, *wanted: Answers) -> None:
     """Refuse a model whose answers a command would misread."""
     _, answers = answers_of(model)
     if answers not in wanted:
-        kinds = listed([SAID[kind] for kind in wanted], "or")
-        raise DwindleError(f"{source} was trained to tell {SAID[answers]}; this takes a model that tells {kinds}.")
+        kinds = listed([DESCRIPTIONS[kind] for kind in wanted], "or")
+        told = DESCRIPTIONS[answers]
+        raise DwindleError(f"{source} was trained to tell {told}; this takes a model that tells {kinds}.")
 
 
 def task_of(model: Any, source: str) -> type[Task]:
-    """The task that a checkpoint was trained for, to evaluate it on."""
+    """The task that a checkpoint was trained for, by which it is evaluated."""
     name, answers = answers_of(model)
     if not name:
-        raise DwindleError(f"{source} tells {SAID[answers]} and was trained for no task; evaluate it from Python.")
+        told = DESCRIPTIONS[answers]
+        raise DwindleError(f"{source} tells {told} and was trained for no task; evaluate it from Python.")
     if name not in Task.registry:
         raise unknown("task", name, Task.registry, hint=f"{source} was trained for it; import the file that defines it")
     return Task.registry[name]
 
 
 def check_unused(task: type[Task], **given: Any) -> None:
-    """Refuse options that have no effect on this task; None: not given."""
+    """Refuse options that have no effect on this task; an option that is None was not given."""
     for name, value in given.items():
         if value is not None and name in task.unused:
             option = f"--{name.replace('_', '-')} {value}"

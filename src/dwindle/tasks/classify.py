@@ -1,4 +1,4 @@
-"""Which class does an image show?"""
+"""Image classification: which class an image shows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .images import ImageTask
 
 
 class Classify(ImageTask, name="classify"):
-    """Cross-entropy with labels and a teacher's answers; accuracy."""
+    """The loss is cross-entropy with labels and a teacher's answers; the metric is accuracy."""
 
     answers = "classes"
     distils = True
@@ -44,7 +44,7 @@ class Classify(ImageTask, name="classify"):
 
 
 def load_classifier(source: str | os.PathLike[str]) -> AdaptiveViT:
-    """An adapted vision transformer whose answers are classes; other checkpoints are refused by what they are."""
+    """Load an adapted vision transformer whose answers are classes; other checkpoints are refused by their kind."""
     model = load_as(AdaptiveViT, source)
     check_answers(model, os.fspath(source), "classes")
     return model

@@ -1,4 +1,4 @@
-"""A map of an image: the class of each pixel, or how far away it is. Answers come from the image's patches.
+"""Dense prediction: the class of each pixel (segmentation), or its depth. Answers come from the image's patches.
 
 Shapes: B images, P patches, K numbers of a patch, (H, W) the map.
 """
@@ -21,25 +21,26 @@ from .images import ImageTask
 
 
 def maps(answers: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Tensor:
-    """Answers of patches (..., P, K) as maps (..., K, height, width)."""
+    """Answers of patches (..., P, K), interpolated to maps (..., K, height, width). grid: rows and columns of patches.
+    size: (height, width)."""
     square = answers.float().unflatten(-2, grid).movedim(-1, -3)
     flat = square.flatten(0, -4) if square.dim() > 4 else square
     return F.interpolate(flat, size=size, mode="bilinear").unflatten(0, square.shape[:-3])
 
 
 def metres(numbers: Tensor) -> Tensor:
-    """The depth that a patch's one number stands for: above 0."""
+    """Depths in metres, above 0, of a network's outputs."""
     return F.softplus(numbers) + 1e-3
 
 
-def _squares(answers: Tensor, targets: Tensor) -> Tensor:
-    """The patches of square images as maps of the targets' size (..., K, H, W)."""
+def _maps_like(targets: Tensor, answers: Tensor) -> Tensor:
+    """Answers of the patches of square images as maps of the targets' size (..., K, H, W)."""
     side = isqrt(answers.shape[-2])
     return maps(answers, (side, side), (targets.shape[-2], targets.shape[-1]))
 
 
 class Dense(ImageTask):
-    """Images and their targets (H, W), cut and flipped together."""
+    """A task with targets (H, W), which are cropped and flipped together with their images."""
 
     answers = "maps"
     unused = (
@@ -54,7 +55,7 @@ class Dense(ImageTask):
         train, held = Scenes(self.data["train"], "train", self.name), Scenes(self.data["eval"], "val", self.name)
         if source.limit is not None:
             train, held = first(train, source.limit), first(held, source.limit)
-        self.head_fits = False  # a head for maps is never that of the weights
+        self.head_fits = False  # the weights' head is for classes, never for maps
         self.train_images, self.eval_images = train, held
 
     def _decoded(self) -> None:
@@ -64,7 +65,7 @@ class Dense(ImageTask):
         scenes: Scenes = images.prepared(self.preprocess)
         return scenes
 
-    def _served(self, train: bool, epoch: int, alike: bool) -> Any:
+    def _labelled(self, train: bool, epoch: int, alike: bool) -> Any:
         scenes = (self.train_images if train else self.eval_images).prepared(self.preprocess, train)
         batch, part = self._share(train, alike)
         ready = loader(scenes, batch, train, self.recipe.workers, self.recipe.seed, *part)
@@ -79,7 +80,7 @@ class Dense(ImageTask):
 
 
 class Segmentation(Dense, name="segmentation"):
-    """Cross-entropy of each pixel's class; mIoU."""
+    """The loss is the cross-entropy of each pixel's class; the metric is mIoU."""
 
     shown = ("total", "cost", "miou", "gmacs")
 
@@ -91,45 +92,45 @@ class Segmentation(Dense, name="segmentation"):
             scenes.num_classes = scenes.known = count
 
     def loss(self, answers: Tensor, targets: Tensor) -> Tensor:
-        """A mean over the pixels that count; 0 where none does."""
-        seen = _squares(answers, targets)
-        lead = seen.shape[:-3]  # (..., B)
-        each = targets.expand(*lead, *targets.shape[-2:]).flatten(0, len(lead) - 1)
-        losses = F.cross_entropy(seen.flatten(0, -4), each, ignore_index=IGNORED, reduction="none")
-        counted = (each != IGNORED).sum((1, 2)).clamp_min(1)
+        """The mean over the pixels that are not ignored; 0 where all are."""
+        logits = _maps_like(targets, answers)
+        lead = logits.shape[:-3]  # (..., B)
+        classes = targets.expand(*lead, *targets.shape[-2:]).flatten(0, len(lead) - 1)
+        losses = F.cross_entropy(logits.flatten(0, -4), classes, ignore_index=IGNORED, reduction="none")
+        counted = (classes != IGNORED).sum((1, 2)).clamp_min(1)
         return (losses.sum((1, 2)) / counted).view(lead)
 
     @staticmethod
     def measure(answers: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """(B, K, K) pixels by their class and the answer."""
-        seen, classes = _squares(answers, targets).argmax(-3), answers.shape[-1]
+        """The confusion matrix of each image: (B, K, K) pixels by their class and the predicted class."""
+        predicted, classes = _maps_like(targets, answers).argmax(-3), answers.shape[-1]
         known = targets != IGNORED
-        both = torch.where(known, targets * classes + seen, classes**2).flatten(1)
-        counts = torch.zeros(len(both), classes**2 + 1, dtype=torch.float64, device=both.device)
-        counts.scatter_add_(1, both, torch.ones_like(both, dtype=torch.float64))
+        cells = torch.where(known, targets * classes + predicted, classes**2).flatten(1)
+        counts = torch.zeros(len(cells), classes**2 + 1, dtype=torch.float64, device=cells.device)
+        counts.scatter_add_(1, cells, torch.ones_like(cells, dtype=torch.float64))
         return {"pixels": counts[:, :-1].view(-1, classes, classes)}
 
     @staticmethod
     def summary(sums: Mapping[str, Tensor], images: int) -> dict[str, float]:
-        """Percent, over classes that occur."""
+        """The mean IoU in percent, over the classes that occur or are predicted."""
         pixels = sums["pixels"]
-        hit = pixels.diagonal()
-        union = pixels.sum(0) + pixels.sum(1) - hit
-        there = union > 0
-        return {"miou": round(float(100 * (hit / union)[there].mean()), 4) if there.any() else 0.0}
+        intersection = pixels.diagonal()
+        union = pixels.sum(0) + pixels.sum(1) - intersection
+        occurs = union > 0
+        return {"miou": round(float(100 * (intersection / union)[occurs].mean()), 4) if occurs.any() else 0.0}
 
 
 class Depth(Dense, name="depth"):
-    """How far away each pixel is, in metres."""
+    """The depth of each pixel in metres. The loss is a log error; the metric is RMSE."""
 
     shown = ("total", "cost", "rmse", "gmacs")
     outputs = 1  # type: ignore[assignment]
 
     def loss(self, answers: Tensor, targets: Tensor) -> Tensor:
-        """The log error, 0.85 of a common shift forgiven (AdaPerceiver, D.4)."""
+        """The scale-invariant log error, which subtracts 0.85 of the squared mean error (AdaPerceiver, D.4)."""
         known = (targets > 0).to(answers.dtype)
-        far = metres(_squares(answers, targets)[..., 0, :, :])
-        error = (far.log() - targets.clamp_min(1e-9).log()) * known
+        depths = metres(_maps_like(targets, answers)[..., 0, :, :])
+        error = (depths.log() - targets.clamp_min(1e-9).log()) * known
         count = known.sum((-2, -1)).clamp_min(1)
         square, mean = (error**2).sum((-2, -1)) / count, error.sum((-2, -1)) / count
         return (square - 0.85 * mean**2).clamp(min=1e-8).sqrt()
@@ -137,8 +138,8 @@ class Depth(Dense, name="depth"):
     @staticmethod
     def measure(answers: Tensor, targets: Tensor) -> dict[str, Tensor]:
         known = targets > 0
-        far = metres(_squares(answers, targets)[:, 0])
-        square = torch.where(known, (far - targets).double() ** 2, 0.0)
+        depths = metres(_maps_like(targets, answers)[:, 0])
+        square = torch.where(known, (depths - targets).double() ** 2, 0.0)
         return {"square": square.sum((1, 2)), "pixels": known.sum((1, 2)).double()}
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The features of images as a teacher has them: no labels are asked for, and a folder of images will do.
+"""Feature distillation: learn a teacher's features of images. No labels are needed; a folder of images is enough.
 
 Shapes: B images, T tokens, D width.
 """
@@ -15,11 +15,11 @@ from ..io.datasets import limit as first
 from ..io.sets import unlabelled_parts
 from .images import ImageTask
 
-CLASS = 0.5  # of the class token beside all tokens
+CLASS = 0.5  # weight of the prefix tokens' own loss beside that of all tokens
 
 
 class Features(ImageTask, name="features"):
-    """A cosine and a smooth L1 loss of each token's state to the teacher's; their cosine."""
+    """The loss is a cosine and a smooth L1 distance of each token's state to the teacher's; the metric is a cosine."""
 
     answers = "features"
     distils = needs_teacher = True
@@ -30,29 +30,29 @@ class Features(ImageTask, name="features"):
         if self.source.opened is not None:
             train, held = self.source.opened
         else:
-            given = (self.data["train"], self.source.eval_data, self.recipe.holdout)
-            train, held, self.holdout = unlabelled_parts(*given)
+            data, eval_data = self.data["train"], self.source.eval_data
+            train, held, self.holdout = unlabelled_parts(data, eval_data, self.recipe.holdout)
         limit, parts = self.source.limit, (train, held)
         for images in parts:
             images.skip = self.recipe.skip_corrupt
         self.train_images, self.eval_images = parts if limit is None else (first(train, limit), first(held, limit))
 
     def extra(self) -> dict[str, Any]:
-        """What the data calls its classes says nothing of the model's answers."""
+        """Without the data's class names, because the model's answers are not classes."""
         return {name: value for name, value in super().extra().items() if name != "classes"}
 
     def loss(self, answers: Tensor, targets: Tensor) -> Tensor:
-        """Labels are not looked at."""
+        """Zeros, because labels are not used."""
         return answers.new_zeros(answers.shape[:-2])
 
     def distill(self, answers: Tensor, teacher: Tensor) -> Tensor:
-        """Over all tokens; those that stand for the image count once more, as they are few."""
-        whole = feature_loss(answers, teacher)
+        """The loss of all tokens; prefix tokens, which are few, count once more."""
+        all_tokens = feature_loss(answers, teacher)
         if not self.prefix:
-            return whole
-        return whole + CLASS * feature_loss(answers[..., : self.prefix, :], teacher[..., : self.prefix, :])
+            return all_tokens
+        return all_tokens + CLASS * feature_loss(answers[..., : self.prefix, :], teacher[..., : self.prefix, :])
 
     @staticmethod
     def measure(answers: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """targets: the teacher's features (B, T, D)."""
+        """The mean cosine over tokens. targets: the teacher's features (B, T, D)."""
         return {"cosine": F.cosine_similarity(answers.float(), targets.float(), dim=-1).mean(-1).double()}

@@ -1,4 +1,4 @@
-"""Images: opened, their classes numbered as the head numbers them, augmented and served in batches."""
+"""The base class of tasks on images: opens them, numbers their classes as the head does, and makes batches."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from ..io.sets import evaluation_images, training_and_evaluation
 from .base import Source, Task
 
 CORRUPT = "corrupt.jsonl"
-LARGE = 10_000  # training images; fewer are learnt by heart
+LARGE = 10_000  # training images; a model overfits to fewer
 EVALUATED = 128  # images of a batch in evaluation
-DECODED = 100_000  # images, at most, that are decoded onto the device
+DECODED = 100_000  # the most images that are decoded onto the device
 
 
 class ImageTask(Task):
-    """Images and what is to be said of them; by itself targets are the images' labels. A task of one's own derives from
-    this, and from `Classify` where its targets are classes.
+    """Images and their targets, which are the images' labels unless a task overrides `targets`. A user's task derives
+    from this class, or from `Classify` where its targets are classes.
 
     `fit(preprocess)` is called once the model's size is known.
     """
@@ -46,7 +46,7 @@ class ImageTask(Task):
     preprocess: Preprocess
     resident: dict[str, Resident] | None = None
     mixup: Any = None
-    prefix = 0  # tokens of the model that come before its patches
+    prefix = 0  # the number of the model's tokens before its patches
     compiled = False  # whether augmentation on the device is compiled
 
     def __init_subclass__(cls, name: str | None = None, **others: Any) -> None:
@@ -62,7 +62,7 @@ class ImageTask(Task):
         self._open()
 
     def _open(self) -> None:
-        """The images, numbered as the weights' head numbers its classes where it has the same."""
+        """Open the images. Where the weights' head has the same classes, they are numbered as in the head."""
         recipe, data, eval_data = self.recipe, self.data["train"], self.source.eval_data
         if self.source.opened is not None:
             train, held = self.source.opened
@@ -91,8 +91,8 @@ class ImageTask(Task):
         return self.train_images.num_classes
 
     def targets(self, x: Tensor, y: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Images and targets of a batch, from its images and labels. draw: the same for the same epoch, and for every
-        evaluation."""
+        """The images and targets of a batch, from its images and labels. draw: a generator with the same state for the
+        same epoch, and for every evaluation."""
         return x, y
 
     @classmethod
@@ -100,7 +100,7 @@ class ImageTask(Task):
         return evaluation_images(model, data, count, holdout=holdout)
 
     def fit(self, preprocess: Preprocess) -> None:
-        """Prepare images as the model wants them, decode them where they stay on the device, and count the steps."""
+        """Prepare images as the model takes them, decode them if they are kept on the device, and count the steps."""
         self.preprocess = whole_if_small(preprocess, self.train_images)
         self.resident = self.source.resident or self._decoded()
         for images, store in zip(self.images, (self.resident or {}).values()):
@@ -109,7 +109,7 @@ class ImageTask(Task):
         if self.recipe.mixup or self.recipe.cutmix:
             from timm.data import Mixup
 
-            # Smoothing is the loss's affair, so that it is the same with and without mixing.
+            # The loss smooths labels, so that smoothing is the same with and without mixing.
             options: dict[str, Any] = {"label_smoothing": 0.0, "num_classes": self.outputs}
             self.mixup = Mixup(self.recipe.mixup, self.recipe.cutmix, prob=self.recipe.mix_prob, **options)
 
@@ -140,34 +140,35 @@ class ImageTask(Task):
         }
 
     def batches(self, train: bool, epoch: int = 0, alike: bool = False) -> Iterable[tuple[Tensor, Tensor]]:
-        """`alike`: the joint batches, for every process."""
-        served = self._served(train, epoch, alike)
-        return served if type(self).targets is ImageTask.targets else self._with_targets(served, train, epoch)
+        """This process's batches. alike: every process gets the joint batches of all."""
+        labelled = self._labelled(train, epoch, alike)
+        return labelled if type(self).targets is ImageTask.targets else self._with_targets(labelled, train, epoch)
 
-    def _with_targets(self, served: Iterable[Any], train: bool, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _with_targets(self, labelled: Iterable[Any], train: bool, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         draw = torch.Generator().manual_seed(mix(self.recipe.seed, epoch + 1) if train else 0)
-        for x, y in served:
+        for x, y in labelled:
             yield self.targets(x, y, draw)
 
-    def _served(self, train: bool, epoch: int, alike: bool) -> Iterable[tuple[Tensor, Tensor]]:
+    def _labelled(self, train: bool, epoch: int, alike: bool) -> Iterable[tuple[Tensor, Tensor]]:
+        """Batches of images and their labels, from the device or from workers."""
         recipe, pre = self.recipe, self.preprocess
         images = self.train_images if train else self.eval_images
         batch, part = self._share(train, alike)
         how: dict[str, Any] = {"min_scale": recipe.min_scale, "jitter": recipe.jitter, "erase": recipe.erase}
         how["randaugment"] = recipe.augment
         if self.resident:
-            store, kind = self.resident["train" if train else "eval"], torch.bfloat16 if self.halves else torch.float32
-            given = (batch, train, recipe.seed, epoch, pre.mean, pre.std)
-            how |= {"dtype": kind if train else torch.float32, "part": part, "compiled": self.compiled}
-            return store.batches(*given, **how)
-        ready = loader(
+            store = self.resident["train" if train else "eval"]
+            dtype = torch.bfloat16 if self.halves and train else torch.float32
+            how |= {"dtype": dtype, "part": part, "compiled": self.compiled}
+            return store.batches(batch, train, recipe.seed, epoch, pre.mean, pre.std, **how)
+        batches = loader(
             self._as_evaluated(images), batch, train, recipe.workers, recipe.seed, *part, Augment.of(pre, **how)
         )
-        ready.set_epoch(epoch)
-        return ready
+        batches.set_epoch(epoch)
+        return batches
 
     def _share(self, train: bool, alike: bool) -> tuple[int, tuple[int, int]]:
-        """Images of a batch, and which part of how many is this process's."""
+        """Images of a batch, and (rank, world) of this process."""
         batch = self.batch if train else EVALUATED
         return (batch * ranks.world(), (0, 1)) if alike else (batch, (ranks.rank(), ranks.world()))
 
@@ -191,10 +192,10 @@ class ImageTask(Task):
         return np.random.default_rng(self.recipe.seed).permutation(len(self.train_images))[:count]
 
     def typical(self, count: int | None = None) -> Tensor:
-        """Training images that cost what unseen ones will, to set a budget on; the same for every process.
+        """Training images whose cost is like that of unseen images, to set a budget on; the same for every process.
 
-        As in evaluation. A small data set is known by heart, and costs less than unseen images seen so; augmented, it
-        costs more: half of each.
+        They are prepared as in evaluation. A model overfits to a small data set, whose images then cost less than
+        unseen ones; augmented they cost more, so half are augmented.
         """
         count = count or (1024 if self.device.type == "cuda" else 128)
         clean = count if len(self.train_images) >= LARGE else (count + 1) // 2
@@ -206,7 +207,7 @@ class ImageTask(Task):
         return torch.cat([views, *self._augmented(count - clean)])
 
     def _augmented(self, count: int) -> Iterator[Tensor]:
-        """A small data set is drawn from more than once."""
+        """Batches of `count` augmented training images in all; a small data set is passed over several times."""
         draw = 0
         while count > 0:
             for x, _ in self.batches(train=True, epoch=self.recipe.epochs + draw, alike=True):
@@ -255,8 +256,8 @@ def is_checkpoint(weights: str | None) -> bool:
 
 
 def weights_classes(weights: str | None, images: Images) -> list[str] | None:
-    """What the head of these weights calls its classes, where they are as many as the images have; ImageNet's, where
-    the weights are no checkpoint."""
+    """The class names of these weights' head, if it has as many classes as the images, else None. Weights that store no
+    names get ImageNet's."""
     names = None
     if weights is not None and is_checkpoint(weights):
         names = read_config(find(weights)).get("extra", {}).get("classes")
@@ -266,15 +267,17 @@ def weights_classes(weights: str | None, images: Images) -> list[str] | None:
 
 
 def whole_if_small(wanted: Preprocess, images: Images) -> Preprocess:
-    """Images below the model's size are enlarged whole: of those nothing is to be cut off."""
+    """The preprocessing, without its crop for images below the model's size, which are enlarged whole."""
     small = min(images.sample().size) < wanted.size
     return dataclasses.replace(wanted, crop_pct=1.0 if small else CROP_PCT)
 
 
 def note_corrupt(out: Path, found: dict[str, str]) -> None:
-    """corrupt.jsonl: the images that were skipped, those of before a kill too. found: their names by what is wrong."""
+    """Write corrupt.jsonl, the skipped images, with those it holds from before the run was resumed. found: the images'
+    names by the reason."""
     path = out / CORRUPT
     if path.exists():
         before = map(json.loads, path.read_text("utf-8").splitlines())
         found = {line["reason"]: line["image"] for line in before} | found
-    write_text(path, "".join(json.dumps({"image": found[why], "reason": why}) + "\n" for why in sorted(found)))
+    lines = (json.dumps({"image": found[reason], "reason": reason}) + "\n" for reason in sorted(found))
+    write_text(path, "".join(lines))

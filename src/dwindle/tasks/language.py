@@ -1,4 +1,4 @@
-"""Which character comes next?"""
+"""Language modelling: which character comes next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .base import Source, Task
 
 
 class Language(Task, name="language"):
-    """A text, whose sequences are drawn anew at every step. An epoch ends with an evaluation."""
+    """A text, from which every step draws new sequences. Each epoch ends with an evaluation."""
 
     answers = "text"
     numbered_by = "step"
@@ -26,11 +26,11 @@ class Language(Task, name="language"):
 
     def __init__(self, recipe: Any, source: Source, device: torch.device) -> None:
         super().__init__(recipe, source, device)
-        for name, given in (("eval-data", source.eval_data), ("limit", source.limit)):
-            if given is not None:
-                raise DwindleError(f"--{name} {given} is for images; leave it out for a text.")
-        text = source.opened or open_text(recipe.data, self._known(recipe.weights))
-        self.text = text.to(device)  # all of it: a step waits for no copy
+        for name, value in (("eval-data", source.eval_data), ("limit", source.limit)):
+            if value is not None:
+                raise DwindleError(f"--{name} {value} is for images; leave it out for a text.")
+        text = source.opened or open_text(recipe.data, self._vocabulary(recipe.weights))
+        self.text = text.to(device)  # the whole text, so that no step waits for a copy
         for part in (self.text.train, self.text.val):
             check_long(part, recipe.context, self.text.name)
         self.batch, self.steps, self.steps_per_epoch = recipe.batch, recipe.steps, recipe.eval_every
@@ -38,10 +38,10 @@ class Language(Task, name="language"):
         self.places = self.text.places(recipe.batch, recipe.context, recipe.seed, recipe.steps)
 
     @staticmethod
-    def _known(weights: str | None) -> Vocabulary | None:
-        """What the checkpoint to begin from says its numbers mean."""
-        said = {} if weights is None else read_config(find(weights)).get("extra", {})
-        return Vocabulary(said["vocabulary"]) if "vocabulary" in said else None
+    def _vocabulary(weights: str | None) -> Vocabulary | None:
+        """The vocabulary of the checkpoint that training begins from, if there is one."""
+        extra = {} if weights is None else read_config(find(weights)).get("extra", {})
+        return Vocabulary(extra["vocabulary"]) if "vocabulary" in extra else None
 
     @property
     def outputs(self) -> int:  # type: ignore[override]
