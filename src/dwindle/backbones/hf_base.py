@@ -224,7 +224,7 @@ class HuggingFace(Backbone):
             )
         return "__call__", {"pixel_values": images, **self.resizing(images), **options}
 
-    def wants_every(self, options: dict[str, Any]) -> bool:
+    def wants_every_depth(self, options: dict[str, Any]) -> bool:
         by_itself = getattr(self.vit.config, "output_hidden_states", False)
         return self.kind.endswith("Backbone") or bool(
             options.get("output_hidden_states", by_itself) not in (False, None)

@@ -126,7 +126,7 @@ class HuggingFaceTimm(Backbone):
     def request(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return "__call__", {"pixel_values": images, **options}
 
-    def wants_every(self, options: dict[str, Any]) -> bool:
+    def wants_every_depth(self, options: dict[str, Any]) -> bool:
         wanted = options.get("output_hidden_states")
         return bool(self.vit.config.output_hidden_states if wanted is None else wanted)
 
