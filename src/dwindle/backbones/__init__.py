@@ -1,4 +1,4 @@
-"""How one family embeds, attends and reads out; nothing else knows the family."""
+"""How each family embeds, attends and reads out; no other code knows a family."""
 
 from ..core.backbone import Backbone, Shape, backbone_of
 

@@ -1,4 +1,4 @@
-"""Hugging Face's ViT, DeiT, ViT-MSN, I-JEPA and DINOv2, bare and with heads (extra `hf`)."""
+"""Hugging Face's ViT, DeiT, ViT-MSN, I-JEPA and DINOv2, with and without heads (extra `hf`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What all Hugging Face encoders have in common: where the tower is, its attention, its blocks' parts, its face."""
+"""What all Hugging Face encoders have in common: where the tower, its attention and the parts of its blocks are, and
+how the model is called."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ from ..core.tokens import Tokens
 from ..errors import DwindleError
 from .hf_config import plain_options, rebuilt
 
-BELOW = (  # what models call the tower below their head
+TOWER_NAMES = (  # the attributes in which models keep the tower below their head
     *("vit", "deit", "dinov2", "dinov2_with_registers", "ijepa", "vision_model", "beit", "data2vec_vision"),
     *("videomae", "dinov3_vit"),
 )
 
 
 class HuggingFace(Backbone):
-    """A tower has `embeddings`, one list of blocks, and a last norm."""
+    """A Hugging Face model whose tower has `embeddings`, one list of blocks, and a last norm."""
 
-    kinds: ClassVar[tuple[str, ...]] = ()  # classes by name
-    plain: ClassVar[Any]  # a TypedDict: what of its config a checkpoint holds
+    kinds: ClassVar[tuple[str, ...]] = ()  # names of the classes
+    plain: ClassVar[Any]  # a TypedDict of the options of the config that a checkpoint may hold
     speaks = True
     any_size = True  # position embeddings are interpolated
     vit: Any
@@ -37,15 +38,16 @@ class HuggingFace(Backbone):
 
     @classmethod
     def claims(cls, vit: nn.Module) -> bool:
-        # Nothing of transformers is imported: a model of it can only exist where it was.
+        # transformers need not be imported here: if the model is one of its classes, it is imported already.
         known = "transformers" in sys.modules and type(vit).__name__ in cls.kinds
         return known and any(base.__module__.startswith("transformers.") for base in type(vit).__mro__)
 
     @property
     def tower(self) -> Any:
+        """The module that holds the embeddings and the blocks: the model itself or a part of it."""
         tower = self.vit
         while not hasattr(tower, "embeddings"):
-            tower = getattr(tower, next(name for name in BELOW if hasattr(tower, name)))
+            tower = getattr(tower, next(name for name in TOWER_NAMES if hasattr(tower, name)))
         return tower
 
     @property
@@ -76,7 +78,7 @@ class HuggingFace(Backbone):
 
     @property
     def norm(self) -> Any:
-        """The tower's last."""
+        """The tower's last norm."""
         names = ("layernorm", "norm", "post_layernorm")
         return next(getattr(self.tower, name) for name in names if hasattr(self.tower, name))
 
@@ -85,13 +87,22 @@ class HuggingFace(Backbone):
         return states
 
     def resizing(self, images: Tensor) -> dict[str, Any]:
-        """The option that some must be given for images of another size than they were built for."""
-        asks = "interpolate_pos_encoding" in inspect.signature(type(self.tower.embeddings).forward).parameters
-        return {"interpolate_pos_encoding": tuple(images.shape[-2:]) != self.shape.image} if asks else {}
+        """The option that some embeddings need for images of another size than they were built for."""
+        has_option = "interpolate_pos_encoding" in inspect.signature(type(self.tower.embeddings).forward).parameters
+        return {"interpolate_pos_encoding": tuple(images.shape[-2:]) != self.shape.image} if has_option else {}
 
     def embed(self, images: Tensor) -> Tensor:
         embedded: Tensor = self.tower.embeddings(images, **self.resizing(images))
         return embedded
+
+    def readout(self, stream_BND: Tensor) -> Tensor:
+        """(B, D): the class token after the last norm, for encoders without a head. Others override it."""
+        pooled: Tensor = self.norm(stream_BND[:, 0])
+        return pooled
+
+    @property
+    def read_first(self) -> int | None:
+        return 1
 
     def reset_head(self, classes: int) -> None:
         vit: Any = self.vit
@@ -122,7 +133,7 @@ class HuggingFace(Backbone):
 
     @property
     def heads(self) -> list[nn.Module]:
-        """What of the model is computed once per image, after the tower."""
+        """The modules that are computed once per image, after the tower."""
         return [m for name, m in self.vit.named_children() if "classifier" in name]
 
     @property
@@ -132,10 +143,12 @@ class HuggingFace(Backbone):
 
     @property
     def prefix(self) -> int:
+        """The number of class, distillation and register tokens."""
         return 1
 
     @property
     def image(self) -> tuple[int, int]:
+        """Height and width of the images that the model was built for."""
         return _sides(self.tower.config.image_size)
 
     def measure(self) -> Shape:
@@ -167,13 +180,13 @@ class HuggingFace(Backbone):
         linears: list[Any] = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
         linears.append(_first(attention, "o_proj", "out_proj"))
         core: Any = attention
-        if linears[0] is None and hasattr(attention, "attention"):  # transformers before its 5.2x
+        if linears[0] is None and hasattr(attention, "attention"):  # transformers before 5.2x
             core = attention.attention
             linears = [getattr(core, name, None) for name in ("query", "key", "value")]
             linears.append(getattr(getattr(attention, "output", None), "dense", None))
         linears += [getattr(mlp, "fc1", None), getattr(mlp, "fc2", None)]
         function = _first(mlp, "activation_fn", "activation")
-        if mlp is None and hasattr(block, "intermediate"):  # likewise
+        if mlp is None and hasattr(block, "intermediate"):  # transformers before 5.2x
             linears[-2:] = [getattr(half, "dense", None) for half in (block.intermediate, block.output)]
             function = getattr(block.intermediate, "intermediate_act_fn", None)
         act = activation_name(function)
@@ -203,7 +216,7 @@ class HuggingFace(Backbone):
             scale2=scales[1],
         )
 
-    # Its face.
+    # How the model is called.
     def request(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if options.get("output_attentions"):
             raise DwindleError(
@@ -216,24 +229,22 @@ class HuggingFace(Backbone):
                 "which tokens are looked at; leave it out."
             )
         wanted, layers = options.get("output_hidden_states"), self.shape.blocks
-        chosen = [] if isinstance(wanted, bool | None) else [wanted] if isinstance(wanted, int) else list(wanted)
-        if off := [index for index in chosen if not -layers - 1 <= index <= layers]:
+        indices = [] if isinstance(wanted, bool | None) else [wanted] if isinstance(wanted, int) else list(wanted)
+        if missing := [index for index in indices if not -layers - 1 <= index <= layers]:
             raise DwindleError(
-                f"output_hidden_states={wanted!r}: there is no hidden state {off[0]}; 0 is the embedding, 1 to "
+                f"output_hidden_states={wanted!r}: there is no hidden state {missing[0]}; 0 is the embedding, 1 to "
                 f"{layers} are those after each block, and negative numbers count from the last."
             )
         return "__call__", {"pixel_values": images, **self.resizing(images), **options}
 
-    def wants_every(self, options: dict[str, Any]) -> bool:
-        by_itself = getattr(self.vit.config, "output_hidden_states", False)
-        return self.kind.endswith("Backbone") or bool(
-            options.get("output_hidden_states", by_itself) not in (False, None)
-        )
+    def wants_every_depth(self, options: dict[str, Any]) -> bool:
+        default = getattr(self.vit.config, "output_hidden_states", False)
+        return self.kind.endswith("Backbone") or options.get("output_hidden_states", default) not in (False, None)
 
     @property
     def gives_tuples(self) -> bool:
-        told = inspect.signature(type(self.blocks[0]).forward).return_annotation
-        return "tuple" in str(told)
+        annotation = inspect.signature(type(self.blocks[0]).forward).return_annotation
+        return "tuple" in str(annotation)
 
     @property
     def task_loss(self) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -249,6 +260,7 @@ class HuggingFace(Backbone):
 
     @classmethod
     def plain_of(cls, kind: str) -> Any:
+        """The TypedDict of options for a class of this name."""
         return cls.plain
 
 
@@ -269,10 +281,10 @@ def _sides(size: Any) -> tuple[int, int]:
 
 
 def _first(module: Any, *names: str) -> Any:
-    """The first of these attributes that there is."""
+    """The first of these attributes that exists and is not None."""
     return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
 
 
 def _is_idle(module: nn.Module) -> bool:
-    """What a runtime leaves out of a block in eval, or finds by its name."""
+    """Whether a runtime may leave the module out in eval, or reads it by name (LayerScale)."""
     return type(module) in (nn.Dropout, nn.Identity) or type(module).__name__.endswith(("DropPath", "LayerScale"))

@@ -1,4 +1,4 @@
-"""Hugging Face's BEiT and Data2Vec-Vision: a bias for each pair of patches, in each block or shared."""
+"""Hugging Face's BEiT and Data2Vec-Vision, whose attention has a bias for each pair of patches, per block or shared."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class HuggingFaceBEiT(HuggingFace):
 
     def __init__(self, vit: Any) -> None:
         super().__init__(vit)
-        written_out = ("Data2VecVisionSelfAttention", "BeitSelfAttention")  # the latter in older versions
-        if any(type(module).__name__ in written_out for module in self.blocks[0].modules()):
+        eager = ("Data2VecVisionSelfAttention", "BeitSelfAttention")  # the second only in older versions
+        if any(type(module).__name__ in eager for module in self.blocks[0].modules()):
             raise DwindleError(
                 f"{self.kind} cannot be adapted: it was built with eager attention, which does not call "
                 'scaled_dot_product_attention; build it with attn_implementation="sdpa".'
@@ -60,15 +60,15 @@ class HuggingFaceBEiT(HuggingFace):
         return embedded[0] if isinstance(embedded, tuple) else embedded
 
     def positions(self, images: Tensor) -> Tensor:
-        """(rows, columns, 1, H, N, N): the bias that all blocks share, if there is one; rows and columns, which a block
-        makes its own of, are told by the shape."""
+        """(rows, columns, 1, H, N, N): the bias that all blocks share, repeated for each patch, or empty without one.
+        Only its shape tells `call` the rows and columns, from which a block makes its own bias."""
         rows, columns = self.grid(images)
         bias = images.new_empty(0) if self.shared is None else self.shared((rows, columns))
         return bias.expand(rows, columns, *bias.shape)
 
     @property
     def shared(self) -> Any:
-        """The module that makes it: the tower's, or its encoder's, by version."""
+        """The module that makes the shared bias, in the tower or (by version) in its encoder; None: there is none."""
         names = ("shared_position_bias", "relative_position_bias")
         holders = (self.tower, getattr(self.tower, "encoder", None))
         found = [getattr(holder, name, None) for holder in holders for name in names]
@@ -79,11 +79,11 @@ class HuggingFaceBEiT(HuggingFace):
         rows, columns, *_ = tokens.positions.shape
         high, wide = self.shape.patch
         bias = tokens.positions[0, 0] if tokens.positions.numel() else None
-        named = "attention_mask" in inspect.signature(type(block).forward).parameters
+        newer = "attention_mask" in inspect.signature(type(block).forward).parameters  # the name of newer versions
         return block(
             x,
             resolution=(rows * high, columns * wide),
-            **{"attention_mask" if named else "relative_position_bias": bias},
+            **{"attention_mask" if newer else "relative_position_bias": bias},
         )
 
     def readout(self, stream_BND: Tensor) -> Tensor:
@@ -98,4 +98,4 @@ class HuggingFaceBEiT(HuggingFace):
         return None if pools else 1
 
     def parts(self, block: Any) -> BlockParts | None:
-        return None  # its scores have a bias, and its keys have none
+        return None  # kernels have no bias of pairs, and no keys without a bias beside queries with one

@@ -1,4 +1,4 @@
-"""Hugging Face's CLIP, SigLIP and SigLIP 2: vision towers, with projection, with heads, and in the two-tower models."""
+"""Hugging Face's CLIP, SigLIP and SigLIP 2: vision towers, with or without projection or head, and two-tower models."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class HuggingFaceCLIP(HuggingFace):
         return embedded
 
     def normed(self, stream_BND: Tensor) -> Tensor:
-        return stream_BND  # its last norm is of the pooled state alone
+        return stream_BND  # CLIP applies its last norm only to the pooled state
 
     def readout(self, stream_BND: Tensor) -> Tensor:
         vit: Any = self.vit
@@ -144,15 +144,15 @@ class HuggingFaceSigLIP(HuggingFaceCLIP):
         shape = super().measure()
         if self.pooler is None:
             return shape
-        # Its own code pools also where a classifier reads the mean of the patches.
-        # One query: keys, values and its own two products for each patch; its projections and MLP once.
-        wide = shape.width * shape.width
-        once = 2 * wide + linear_macs(self.pooler.mlp)
-        return replace(shape, image_macs=shape.image_macs + once, pool_macs=2 * wide + 2 * shape.width)
+        # SigLIP's own code also pools where a classifier reads the mean of the patches. The pooling has one query. Each
+        # patch costs its key, its value and the two products of attention; each image two projections and the MLP.
+        projection = shape.width * shape.width
+        per_image = 2 * projection + linear_macs(self.pooler.mlp)
+        return replace(shape, image_macs=shape.image_macs + per_image, pool_macs=2 * projection + 2 * shape.width)
 
 
 class HuggingFaceSigLIP2(HuggingFaceSigLIP):
-    """Takes images that were cut into patches already: what the processor gives, or plain images."""
+    """A family whose processor cuts images into patches. It takes such patches, or plain images."""
 
     family = "hf_siglip2"
     takes = "SigLIP 2"
@@ -173,7 +173,7 @@ class HuggingFaceSigLIP2(HuggingFaceSigLIP):
         return self.tower.config.num_patches, *super().changeable[1:]
 
     def given(self, images: Any, options: dict[str, Any]) -> Any:
-        """The images, put together of their patches again."""
+        """The images (B, C, height, width), assembled if they came as patches (B, patches, side * side * channels)."""
         grids = options.pop("spatial_shapes", None)
         options.pop("pixel_attention_mask", None)
         if not isinstance(images, Tensor) or images.dim() != 3:
@@ -194,14 +194,15 @@ class HuggingFaceSigLIP2(HuggingFaceSigLIP):
         patches = self._cut(images)
         cut = {"pixel_values": patches, "spatial_shapes": self._grids(images)}
         mask = torch.ones(patches.shape[:2], dtype=torch.int32, device=images.device)
-        name, asked = super().request(images, options)
-        return name, asked | cut | {"pixel_attention_mask": mask}
+        name, arguments = super().request(images, options)
+        return name, arguments | cut | {"pixel_attention_mask": mask}
 
     def _grids(self, images: Tensor) -> Tensor:
+        """(B, 2) rows and columns of patches of each image."""
         return torch.tensor([self.grid(images)] * len(images), device=images.device)
 
     def _cut(self, images: Tensor) -> Tensor:
-        """(B, patches, side * side * channels), as its processor cuts them."""
+        """(B, patches, side * side * channels): the images cut as the family's processor does."""
         side = self.tower.config.patch_size
         cut = images.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (B, C, rows, side, columns, side)
         return cut.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)

@@ -1,5 +1,5 @@
-"""What a checkpoint says of a Hugging Face model: the name of its class, and plain options of its config. What files or
-code could be fetched by is no option."""
+"""The description of a Hugging Face model in a checkpoint: the name of its class, and plain options of its config. No
+option can make transformers fetch files or code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import DwindleError, unknown
 from ..settings import Above0, AtLeast0, Classes, Count, Depth, ImageSize, Share, Size, Within, Word, options
 
-# What configs of any version hold besides, and few models compute by.
+# Options that configs of some version hold, and that are ignored unless a family's TypedDict names them.
 IDLE = frozenset(
     (
         *("_attn_implementation_autoset", "_commit_hash", "_name_or_path", "_num_labels", "architectures"),
@@ -31,7 +31,7 @@ Indices = Annotated[list[int], Count(0, 256)] | None
 
 
 class Tower(TypedDict, total=False):
-    """Of every encoder."""
+    """Options of every encoder."""
 
     hidden_size: Size
     num_hidden_layers: Depth
@@ -54,7 +54,7 @@ class Tower(TypedDict, total=False):
 
 
 class Plain(Tower, total=False):
-    """And of ViT, DeiT, DINOv2 and their like."""
+    """Options of ViT, DeiT, DINOv2 and similar models."""
 
     mlp_ratio: Annotated[float, Within(0, 256, over=True)]
     drop_path_rate: Share
@@ -70,21 +70,24 @@ class Plain(Tower, total=False):
 
 
 def plain_options(config: Any, plain: Any) -> dict[str, Any] | None:
-    """What of a model's config says how it computes. None: more than can be read again. plain: a TypedDict of the
-    options; one of them may be a TypedDict again, for the config of a part."""
+    """The options of a model's config that differ from the defaults and change what it computes. None: some of them are
+    not in `plain`, so `rebuilt` could not read them.
+
+    plain: a TypedDict of the options; one of them may itself be a TypedDict, for the config of a part.
+    """
     kinds = get_type_hints(plain)
     own = inspect.signature(type(config)).parameters.keys() - IDLE
-    given = {name: value for name, value in config.to_diff_dict().items() if name in kinds.keys() | own}
+    changed = {name: value for name, value in config.to_diff_dict().items() if name in kinds.keys() | own}
     parts = {name for name, kind in kinds.items() if is_typeddict(kind)}
     for name in parts:
-        given[name] = plain_options(getattr(config, name), kinds[name])
-    told = given.keys() <= kinds.keys() and all(given[name] is not None for name in parts)
-    return given if told else None
+        changed[name] = plain_options(getattr(config, name), kinds[name])
+    complete = changed.keys() <= kinds.keys() and all(changed[name] is not None for name in parts)
+    return changed if complete else None
 
 
 def rebuilt(described: dict[str, Any], kinds: Iterable[str], plain: Any) -> nn.Module:
-    """The Hugging Face model that a checkpoint describes, one of these kinds, with random weights. plain: a TypedDict
-    of the options that it may ask for; others of transformers' fetch code or files."""
+    """The Hugging Face model that a checkpoint describes, with random weights. kinds: the names of classes that it may
+    have. plain: a TypedDict of the options it may have, as some of transformers' options fetch code or files."""
     try:
         import transformers
     except ImportError as error:
@@ -100,5 +103,5 @@ def rebuilt(described: dict[str, Any], kinds: Iterable[str], plain: Any) -> nn.M
             "checkpoint was saved with; upgrade transformers."
         )
     idle = IDLE - plain.__annotations__.keys()
-    given = {name: value for name, value in described["options"].items() if name not in idle}
-    return kind(kind.config_class(**options(given, plain, described["model"])))
+    kept = {name: value for name, value in described["options"].items() if name not in idle}
+    return kind(kind.config_class(**options(kept, plain, described["model"])))

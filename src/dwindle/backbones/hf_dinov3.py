@@ -1,4 +1,4 @@
-"""Hugging Face's DINOv3: rotary positions, registers, gated MLPs."""
+"""Hugging Face's DINOv3, which has rotary positions, register tokens and gated MLPs."""
 
 from __future__ import annotations
 
@@ -46,23 +46,15 @@ class HuggingFaceDINOv3(HuggingFace):
         return 1 + self.tower.config.num_register_tokens
 
     def positions(self, images: Tensor) -> Tensor:
-        """(N, 2 E): cosines beside sines; prefix tokens are not turned."""
+        """(N, 2 E): cosines beside sines. Prefix tokens are not rotated, so their angle is 0."""
         cos, sin = self.tower.rope_embeddings(images)
-        still = torch.ones_like(cos[:1]).expand(self.prefix, -1)
-        return torch.cat([torch.cat([still, cos]), torch.cat([still * 0, sin])], -1)
+        ones = torch.ones_like(cos[:1]).expand(self.prefix, -1)
+        return torch.cat([torch.cat([ones, cos]), torch.cat([ones * 0, sin])], -1)
 
     def call(self, block: nn.Module, x: Tensor, tokens: Tokens) -> Any:
         assert tokens.positions is not None
         cos, sin = tokens.placed(tokens.positions).chunk(2, -1)
         return block(x, position_embeddings=(cos, sin))
 
-    def readout(self, stream_BND: Tensor) -> Tensor:
-        pooled: Tensor = self.norm(stream_BND[:, 0])
-        return pooled
-
-    @property
-    def read_first(self) -> int | None:
-        return 1
-
     def parts(self, block: Any) -> None:
-        return None  # its keys are turned, and have no bias
+        return None  # kernels have no rotary positions, and no keys without a bias beside queries with one

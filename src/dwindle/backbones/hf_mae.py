@@ -1,4 +1,4 @@
-"""Hugging Face's masked autoencoders as encoders: ViT-MAE of images, VideoMAE of videos."""
+"""Hugging Face's masked autoencoders used as encoders: ViT-MAE for images, VideoMAE for videos."""
 
 from __future__ import annotations
 
@@ -43,29 +43,21 @@ class HuggingFaceMAE(HuggingFace):
                 "block, as pretraining does; set it to 0 to use it as an encoder."
             )
 
-    def ordered(self, images: Tensor) -> Tensor:
-        """Noise by which patches are sorted: so that they stay where they are."""
+    def identity_noise(self, images: Tensor) -> Tensor:
+        """(B, patches): the noise by which ViT-MAE sorts patches. It rises, so that patches keep their order."""
         rows, columns = self.grid(images)
         return torch.linspace(0, 1, rows * columns, device=images.device).expand(len(images), -1)
 
     def embed(self, images: Tensor) -> Tensor:
-        embedded: Tensor = self.tower.embeddings(images, noise=self.ordered(images), **self.resizing(images))[0]
+        embedded: Tensor = self.tower.embeddings(images, noise=self.identity_noise(images), **self.resizing(images))[0]
         return embedded
 
     def request(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        return super().request(images, {"noise": self.ordered(images), **options})
-
-    def readout(self, stream_BND: Tensor) -> Tensor:
-        pooled: Tensor = self.norm(stream_BND[:, 0])
-        return pooled
-
-    @property
-    def read_first(self) -> int | None:
-        return 1
+        return super().request(images, {"noise": self.identity_noise(images), **options})
 
 
 class HuggingFaceVideoMAE(HuggingFace):
-    """A video's tokens are those of a tall image: the rows of its first frames, of its next..."""
+    """Videos, treated as tall images: the rows of patches of the first frames, then those of the next frames..."""
 
     family = "hf_videomae"
     takes = "VideoMAE"
@@ -107,6 +99,10 @@ class HuggingFaceVideoMAE(HuggingFace):
     def normed(self, stream_BND: Tensor) -> Tensor:
         norm: nn.Module | None = self.tower.layernorm
         return stream_BND if norm is None else norm(stream_BND)
+
+    @property
+    def read_first(self) -> int | None:
+        return None
 
     def readout(self, stream_BND: Tensor) -> Tensor:
         vit, x = self.vit, self.normed(stream_BND)

@@ -1,8 +1,7 @@
-"""Hugging Face's wrapper around a timm model: all is asked of the timm family of the model inside."""
+"""Hugging Face's wrapper around a timm model. It delegates to the backbone of the timm model inside."""
 
 from __future__ import annotations
 
-import re
 import sys
 from typing import Any, TypedDict
 
@@ -14,7 +13,7 @@ from ..core.tokens import Tokens
 from ..errors import DwindleError, unknown
 from ..settings import Classes, options
 from .hf_config import Names
-from .timm_saved import Named
+from .timm_saved import Named, check_name
 
 KINDS = ("TimmWrapperModel", "TimmWrapperForImageClassification")
 
@@ -126,7 +125,7 @@ class HuggingFaceTimm(Backbone):
     def request(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return "__call__", {"pixel_values": images, **options}
 
-    def wants_every(self, options: dict[str, Any]) -> bool:
+    def wants_every_depth(self, options: dict[str, Any]) -> bool:
         wanted = options.get("output_hidden_states")
         return bool(self.vit.config.output_hidden_states if wanted is None else wanted)
 
@@ -134,15 +133,14 @@ class HuggingFaceTimm(Backbone):
         inner = self.inner.describe()
         if inner is None or inner["model"] is None:
             return None
-        held = {name: value for name, value in inner["options"].items() if name != "num_classes"}
-        own = {"architecture": inner["model"], "model_args": held}
+        model_args = {name: value for name, value in inner["options"].items() if name != "num_classes"}
+        own = {"architecture": inner["model"], "model_args": model_args}
         labels = {"num_labels": self.vit.config.num_labels} if type(self.vit).__name__ == KINDS[1] else {}
         return {"model": type(self.vit).__name__, "options": own | labels}
 
     @staticmethod
     def rebuild(described: dict[str, Any]) -> nn.Module:
         try:
-            import timm
             import transformers
         except ImportError as error:
             raise DwindleError(
@@ -150,9 +148,7 @@ class HuggingFaceTimm(Backbone):
             ) from error
         if described["model"] not in KINDS:
             raise unknown("Hugging Face model", described["model"], KINDS, hint="the checkpoint was saved with it")
-        given = options(described["options"], Wrapped, described["model"])
-        name = given.get("architecture", "")
-        if not re.fullmatch(r"\w+", name) or not timm.is_model(name):  # with a colon timm takes it for a place
-            raise unknown("model", name, timm.list_models())
+        checked = options(described["options"], Wrapped, described["model"])
+        check_name(checked.get("architecture", ""))
         kind = getattr(transformers, described["model"])
-        return kind(transformers.TimmWrapperConfig(**given))
+        return kind(transformers.TimmWrapperConfig(**checked))

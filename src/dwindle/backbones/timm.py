@@ -1,5 +1,5 @@
 """timm's VisionTransformer family: ViT, DeiT (distilled or not), DeiT-III, AugReg, DINOv2, CLIP and SigLIP towers, with
-plain or parallel blocks, and with patches cut from the image or from what a convolutional stem makes of it."""
+plain or parallel blocks, and with patches of the image or of a convolutional stem's output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import DwindleError
 from .timm_base import TimmModel, plain_parts
 from .timm_saved import ACTIVATIONS
 
-# What looks like a plain vision transformer in timm, and what of it cannot be adapted.
+# Classes of timm that resemble a plain vision transformer, and why each cannot be adapted.
 UNFIT = {
     "Cait": "its talking heads mix the scores of all heads before the softmax and after it, which "
     "scaled_dot_product_attention cannot",

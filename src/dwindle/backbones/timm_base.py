@@ -15,21 +15,21 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..core.backbone import Backbone, Shape
 from ..core.parts import LINEAR, BlockParts, activation_name, as_written, linear_macs
 from ..errors import DwindleError
-from .timm_saved import FAILED, outline, rebuilt
+from .timm_saved import BUILD_ERRORS, outline, rebuilt
 
 
 class TimmModel(Backbone):
-    """One of timm's classes of plain vision transformers. Subclasses say which, and what comes before its blocks."""
+    """A family of timm's vision transformers. Subclasses name its classes and compute what precedes the blocks."""
 
     family = "timm"
     kinds: ClassVar[tuple[type[nn.Module], ...]]
-    named: ClassVar[tuple[str, ...]] = ("num_classes", "img_size", "global_pool")  # what timm's names take besides
+    named: ClassVar[tuple[str, ...]] = ("num_classes", "img_size", "global_pool")  # options beside a timm model name
     vit: Any
 
     def __init__(self, vit: Any) -> None:
         super().__init__(vit)
         self.any_size = bool(getattr(vit, "dynamic_img_size", False))
-        self._stem: tuple[tuple[int, int], int] | None = None  # image size, and what the stem costs at it
+        self._stem: tuple[tuple[int, int], int] | None = None  # an image size, and the stem's cost at that size
         for block in self.blocks:
             attentions = self.attentions(block)
             if self._mlp_of(block) is None or not all(hasattr(attention, "fused_attn") for attention in attentions):
@@ -55,9 +55,10 @@ class TimmModel(Backbone):
     def attentions(self, block: Any) -> list[Any]:
         if hasattr(block, "attns"):  # several side by side (ParallelThingsBlock)
             return [branch.attn for branch in block.attns]
-        return [getattr(block, "attn", block)]  # with a projection in common with the MLP, the block attends itself
+        return [getattr(block, "attn", block)]  # a block whose projection also feeds the MLP computes attention itself
 
     def _mlp_of(self, block: Any) -> Any:
+        """The module whose first linear layer is that of the MLP; None: the block has no separate MLP."""
         if hasattr(block, "ffns"):
             return block.ffns[0].mlp
         return getattr(block, "mlp", None) or getattr(block, "in_proj", None)
@@ -66,14 +67,14 @@ class TimmModel(Backbone):
         return next(m for m in self._mlp_of(block).modules() if isinstance(m, nn.Linear))
 
     def reads(self, owner: Any, name: str) -> bool:
-        return name == "qkv" and getattr(owner, "q_bias", None) is not None  # one product with a bias put together
+        return name == "qkv" and getattr(owner, "q_bias", None) is not None  # the bias is a parameter beside the layer
 
     def install(self) -> None:
         super().install()
         for block in self.blocks:
             for attention in self.attentions(block):
-                # The unfused path writes its own softmax, where nothing can be caught. Unwrapping deletes this again:
-                # the value the model was built with is kept beside it.
+                # The unfused path computes its own softmax, where nothing can be caught. `remove` restores the value
+                # that the model was built with.
                 attention._fused_before, attention.fused_attn = attention.fused_attn, True
 
     def remove(self) -> None:
@@ -83,7 +84,7 @@ class TimmModel(Backbone):
                 attention.fused_attn = attention.__dict__.pop("_fused_before", attention.fused_attn)
 
     def readout(self, stream_BND: Tensor) -> Tensor:
-        return self.vit.forward_head(self.vit.norm(stream_BND[:, : self.read_first]))  # who is not read needs no norm
+        return self.vit.forward_head(self.vit.norm(stream_BND[:, : self.read_first]))
 
     def normed(self, stream_BND: Tensor) -> Tensor:
         return self.vit.norm(stream_BND)
@@ -109,15 +110,16 @@ class TimmModel(Backbone):
         self.vit.set_grad_checkpointing(True)
 
     def patches(self, images: Tensor) -> tuple[Any, Tensor]:
-        """The model, and what its stem makes of images, as its positions take it. A model of one image size refuses
-        others, though its positions can be resampled: then a view of it that may, and patches on their grid."""
+        """The model and the stem's output, as the model's positions take it. A model built for one image size refuses
+        others, although its positions can be resampled. For those this returns a shallow copy of the model that accepts
+        them, and the patches on their grid."""
         vit, stem, size = self.vit, self.stem, (images.shape[-2], images.shape[-1])
         if size == self.image:
             return vit, stem(images)
-        view, whole = copy.copy(vit), copy.copy(stem)
+        view, any_size_stem = copy.copy(vit), copy.copy(stem)
         view.dynamic_img_size = True
-        whole.flatten, whole.output_fmt, whole.strict_img_size = False, Format.NHWC, False
-        patches_BRCD: Tensor = whole(images)
+        any_size_stem.flatten, any_size_stem.output_fmt, any_size_stem.strict_img_size = False, Format.NHWC, False
+        patches_BRCD: Tensor = any_size_stem(images)
         rows, columns = patches_BRCD.shape[1:3]
         if (rows, columns) != self.shape.grid(size):  # a stem may round up where patches of one size round down
             raise DwindleError(
@@ -128,28 +130,32 @@ class TimmModel(Backbone):
 
     @property
     def stem(self) -> Any:
-        """What makes patches of images."""
+        """The module that makes patches of images."""
         return self.vit.patch_embed
 
     @property
     def image(self) -> tuple[int, int]:
+        """Height and width of the images that the model was built for."""
         height, width = self.stem.img_size
         return height, width
 
     @property
-    def built_for(self) -> tuple[int, int]:
+    def native_grid(self) -> tuple[int, int]:
+        """Rows and columns of patches of the images that the model was built for."""
         rows, columns = self.stem.grid_size
         return rows, columns
 
     @property
     def patch(self) -> tuple[int, int]:
-        """The pixels that a token stands for: of a convolutional stem more than its last layer looks at."""
-        return self.image[0] // self.built_for[0], self.image[1] // self.built_for[1]
+        """Height and width in pixels that a token stands for. With a convolutional stem these are more than the kernel
+        of its last layer."""
+        return self.image[0] // self.native_grid[0], self.image[1] // self.native_grid[1]
 
     def _check_grid(self) -> None:
+        """Refuse a stem whose tokens are no equal patches of the image."""
         size, patch = self.image, self.patch
-        if (size[0] // patch[0], size[1] // patch[1]) != self.built_for:
-            rows, columns = self.built_for
+        if (size[0] // patch[0], size[1] // patch[1]) != self.native_grid:
+            rows, columns = self.native_grid
             raise DwindleError(
                 f"{type(self.vit).__name__} cannot be adapted: its {type(self.stem).__name__} makes {rows} x {columns} "
                 f"tokens of {size[0]} x {size[1]} pixels, which are no equal patches; build it for another img_size."
@@ -157,16 +163,17 @@ class TimmModel(Backbone):
 
     @property
     def stem_macs(self) -> int:
-        """Per patch."""
+        """Multiply-accumulates of the stem, per patch."""
         stem, size = self.stem, self.image
         if type(stem) is PatchEmbed:
             return stem.proj.in_channels * self.patch[0] * self.patch[1] * self.vit.embed_dim
         if self._stem is None or self._stem[0] != size:
-            self._stem = size, _counted(stem, self.channels, size)
-        return round(self._stem[1] / (self.built_for[0] * self.built_for[1]))
+            self._stem = size, _stem_macs(stem, self.channels, size)
+        return round(self._stem[1] / (self.native_grid[0] * self.native_grid[1]))
 
     @property
     def channels(self) -> int:
+        """The number of channels of the images."""
         stem: Any = self.stem
         return stem.proj.in_channels if type(stem) is PatchEmbed else stem.in_chans
 
@@ -177,13 +184,13 @@ class TimmModel(Backbone):
     def measure(self) -> Shape:
         vit = self.vit
         block = vit.blocks[0]
-        attention, into = self.attentions(block)[0], self.mlp_in(block)
+        attention = self.attentions(block)[0]
         heads = [vit.head, *([vit.head_dist] if hasattr(vit, "head_dist") else [])]
         pool_image, pool_token = _pool_macs(getattr(vit, "attn_pool", None))
         return Shape(
             blocks=len(vit.blocks),
             width=vit.embed_dim,
-            hidden=block.in_split[0] if hasattr(block, "in_split") else into.out_features,
+            hidden=block.in_split[0] if hasattr(block, "in_split") else self.mlp_in(block).out_features,
             heads=attention.num_heads,
             head_size=_head_size(attention),
             prefix=vit.num_prefix_tokens,
@@ -199,7 +206,7 @@ class TimmModel(Backbone):
         )
 
     def describe(self) -> dict[str, Any] | None:
-        """By timm's model name, where that and few options give these weights; or as a subclass knows."""
+        """timm's model name and a few options if they give this architecture, else an item of `unnamed` that does."""
         vit = self.vit
         name = (getattr(vit, "pretrained_cfg", None) or {}).get("architecture")
         now = {
@@ -214,14 +221,14 @@ class TimmModel(Backbone):
             try:
                 with torch.device("meta"):
                     twin = rebuilt(described)
-            except FAILED:
+            except BUILD_ERRORS:
                 continue
             if outline(twin, self) == outline(vit, self):
                 return described
         return None
 
     def unnamed(self) -> list[dict[str, Any]]:
-        """What of a model without a name of timm's could give its weights."""
+        """Descriptions by constructor options, for a model that no timm name gives. `describe` tries each of them."""
         return []
 
     @staticmethod
@@ -230,7 +237,7 @@ class TimmModel(Backbone):
 
 
 def plain_parts(block: Any) -> BlockParts | None:
-    """timm's plain Block taken apart."""
+    """The parts of timm's plain Block; None if it is another class or has options that kernels do not compute."""
     if (type(block), type(block.attn), type(block.mlp)) != (Block, Attention, Mlp):
         return None
     attention: Any = block.attn
@@ -250,9 +257,8 @@ def plain_parts(block: Any) -> BlockParts | None:
     )
     if not plain:
         return None
-    norms = [attention.q_norm, attention.k_norm]
     assert act is not None
-    q_norm, k_norm = (norm if _is_norm(norm) else None for norm in norms)
+    q_norm, k_norm = (norm if _is_norm(norm) else None for norm in (attention.q_norm, attention.k_norm))
     scale1, scale2 = (getattr(getattr(block, name, None), "gamma", None) for name in ("ls1", "ls2"))
     return BlockParts(
         norm1=block.norm1,
@@ -272,12 +278,12 @@ def plain_parts(block: Any) -> BlockParts | None:
 
 
 def _is_norm(norm: nn.Module) -> bool:
-    """A LayerNorm and nothing more; timm's own may round where autocast tells it to."""
+    """Whether the module is exactly a LayerNorm. timm's own counts if it cannot compute in half under autocast."""
     return type(norm) is nn.LayerNorm or (type(norm) is LayerNorm and not norm._fast_norm)
 
 
 def _alike(q_norm: nn.Module, k_norm: nn.Module) -> bool:
-    """Whether runtimes know what becomes of queries and keys: nothing, or norms that differ in weights alone."""
+    """Whether runtimes can compute the norms of queries and keys: no norms, or two that differ only in weights."""
     if type(q_norm) is type(k_norm) is nn.Identity:
         return True
     norms: tuple[Any, Any] = (q_norm, k_norm)
@@ -286,7 +292,7 @@ def _alike(q_norm: nn.Module, k_norm: nn.Module) -> bool:
 
 
 def _check_unfused(attention: Any) -> None:
-    """Refuse what unfused attention computes and fused attention, which runs in its place, does not."""
+    """Refuse unfused attention that computes something else than fused attention, which replaces it."""
     if attention.fused_attn:
         return
     drop: Any = getattr(attention, "attn_drop", None)
@@ -308,20 +314,21 @@ def _head_size(attention: Any) -> int:
 
 
 def _pair_macs(attention: Any) -> int:
-    """The products of attention, per pair of tokens."""
+    """Multiply-accumulates of the two matrix products of attention, per pair of tokens."""
     size = attention.num_heads * _head_size(attention)
-    # Differential attention has two maps, of queries and keys half as wide as the values.
+    # Differential attention has two maps, and values twice as wide as its queries and keys.
     return 6 * size if type(attention).__name__.startswith("Diff") else 2 * size
 
 
 def _linear_macs(block: nn.Module) -> int:
-    """Of what runs for each token: a bias of positions is computed once for all images, and from coordinates."""
-    makers = [module for name, module in block.named_modules() if name.endswith("rel_pos")]
-    return linear_macs(block) - sum(linear_macs(module) for module in makers)
+    """`linear_macs` without MLPs that make a bias of positions: they compute it once for all images."""
+    bias_mlps = [module for name, module in block.named_modules() if name.endswith("rel_pos")]
+    return linear_macs(block) - sum(linear_macs(module) for module in bias_mlps)
 
 
 def _pool_macs(pool: Any) -> tuple[int, int]:
-    """Attention pooling, per image and per token: keys and values of every token, the rest for the latents."""
+    """Multiply-accumulates of attention pooling, per image and per token. A token costs its key, its value and its
+    attention; everything else is computed for the latents."""
     if pool is None:
         return 0, 0
     per_token = linear_macs(pool.kv) if hasattr(pool, "kv") else 0
@@ -330,10 +337,10 @@ def _pool_macs(pool: Any) -> tuple[int, int]:
     return latents * (linear_macs(pool) - per_token), per_token + 2 * latents * width
 
 
-def _counted(stem: nn.Module, channels: int, size: tuple[int, int]) -> int:
-    """The convolutions and products of a stem at one image of this size, by torch's counter and without computing."""
-    held = [*stem.named_parameters(), *stem.named_buffers()]
-    weights = {name: torch.empty_like(value, device="meta") for name, value in held}
+def _stem_macs(stem: nn.Module, channels: int, size: tuple[int, int]) -> int:
+    """Multiply-accumulates of a stem for one image of this size, by torch's counter on the meta device."""
+    named = [*stem.named_parameters(), *stem.named_buffers()]
+    weights = {name: torch.empty_like(value, device="meta") for name, value in named}
     dtype = next(stem.parameters()).dtype
     image = torch.empty(1, channels, *size, dtype=dtype, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():

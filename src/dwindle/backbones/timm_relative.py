@@ -1,7 +1,7 @@
-"""timm's models with a bias for each pair of tokens, by how these lie to each other: BEiT and VisionTransformerRelPos.
+"""timm's models with a bias for each pair of tokens by their relative position: BEiT and VisionTransformerRelPos.
 
-A block computes its bias itself, or all blocks are handed one that they share; either is caught where it goes into
-attention, and the live rows' numbers are taken of it.
+Each block computes its own bias, or all blocks are given one that they share. In both cases the bias is caught in the
+call of attention, which takes the part that belongs to the live rows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class TimmRelative(TimmModel):
     def embed(self, images: Tensor) -> Tensor:
         vit, (height, width) = self.vit, self.image
         if tuple(images.shape[-2:]) != self.image:
+            rows, columns = self.native_grid
             raise DwindleError(
-                f"{type(vit).__name__} has a bias for each pair of {self.built_for[0]} x {self.built_for[1]} patches, "
+                f"{type(vit).__name__} has a bias for each pair of {rows} x {columns} patches, "
                 f"and takes images of {height} x {width} pixels alone; build it for others with img_size=..."
             )
         x: Tensor = vit.patch_embed(images)
@@ -37,7 +38,7 @@ class TimmRelative(TimmModel):
         return vit.pos_drop(x if vit.pos_embed is None else x + vit.pos_embed)
 
     def positions(self, images: Tensor) -> Tensor | None:
-        """(1 or none, H, N, N): the bias that blocks share."""
+        """(1, H, N, N) or (H, N, N): the bias that blocks share; None: each block computes its own."""
         vit = self.vit
         if isinstance(vit, Beit):
             return None if vit.rel_pos_bias is None else vit.rel_pos_bias.forward()

@@ -19,8 +19,8 @@ from .timm_base import TimmModel, plain_parts
 
 
 class Rotary(TimmModel):
-    """What both do: queries and keys of patches are turned by a table (N, 2 E) of sines and cosines, or by one for each
-    block and head, (L, H, N, 2 E)."""
+    """A family whose queries and keys of patches are rotated by a table of sines and cosines: (N, 2 E), or (L, H, N,
+    2 E) with one for each block and head."""
 
     def __init__(self, vit: Any) -> None:
         super().__init__(vit)
@@ -31,19 +31,19 @@ class Rotary(TimmModel):
             )
 
     def positions(self, images: Tensor) -> Tensor | None:
-        """The table of all tokens: those of the prefix are not turned, by an angle of 0."""
+        """The table of all tokens. Those of the prefix are not rotated, so their angle is 0."""
         rope = self.vit.rope
         if rope is None:
             return None
-        of_patches = self._table(images)
-        half = of_patches.shape[-1] // 2
-        sin, cos = of_patches.new_zeros(1), of_patches.new_ones(1)
-        still = torch.cat([sin.expand(half), cos.expand(half)])
-        prefix = still.expand(*of_patches.shape[:-2], self.vit.num_prefix_tokens, 2 * half)
-        return torch.cat([prefix, of_patches], -2)
+        patches = self._table(images)
+        half = patches.shape[-1] // 2
+        sin, cos = patches.new_zeros(1), patches.new_ones(1)
+        angle_0 = torch.cat([sin.expand(half), cos.expand(half)])
+        prefix = angle_0.expand(*patches.shape[:-2], self.vit.num_prefix_tokens, 2 * half)
+        return torch.cat([prefix, patches], -2)
 
     def _table(self, images: Tensor) -> Tensor:
-        """Of the patches, as timm has it."""
+        """The table of the patches of these images, from timm's module."""
         grid = self.shape.grid((images.shape[-2], images.shape[-1]))
         table: Tensor = self.vit.rope.get_embed(shape=grid)
         return table
@@ -51,10 +51,10 @@ class Rotary(TimmModel):
     def turned(self, block: Any, q: Tensor, k: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         if tokens.positions is None:
             return q, k
-        of_block = tokens.positions
-        if of_block.dim() == 4:
-            of_block = of_block[next(i for i, one in enumerate(self.vit.blocks) if one is block)]
-        table, half = tokens.placed(of_block), getattr(block.attn, "rotate_half", False)
+        positions = tokens.positions
+        if positions.dim() == 4:
+            positions = positions[next(depth for depth, other in enumerate(self.vit.blocks) if other is block)]
+        table, half = tokens.placed(positions), getattr(block.attn, "rotate_half", False)
         return tuple(apply_rot_embed_cat(x, table, half=half).to(x.dtype) for x in (q, k))  # type: ignore[return-value]
 
 
@@ -76,7 +76,7 @@ class TimmEva(Rotary):
         if size != self.image:
             if not getattr(rope, "_use_cached_embed", False):
                 return super()._table(images)
-            rope = copy.deepcopy(rope)  # it keeps the table of one grid, and scales the others to it
+            rope = copy.deepcopy(rope)  # it holds the table of one grid only, to which it scales other grids
             rope.update_feat_shape(self.shape.grid(size))
         table: Tensor = rope.get_embed()
         return table
@@ -101,15 +101,15 @@ class TimmNaFlex(Rotary):
         return rows, columns
 
     @property
-    def built_for(self) -> tuple[int, int]:
+    def native_grid(self) -> tuple[int, int]:
         return self.image[0] // self.patch[0], self.image[1] // self.patch[1]
 
     @property
     def image(self) -> tuple[int, int]:
-        """The size it is meant for: it says so, or its weights do, or its learnt positions."""
-        said = (getattr(self.vit, "_traits", None) or {}).get("img_size") or self.stem.default_img_size
-        known = (getattr(self.vit, "pretrained_cfg", None) or {}).get("input_size") or ()
-        if size := said or known[-2:]:
+        """Height and width that the model is meant for: by its own options, its weights or its learned positions."""
+        by_options = (getattr(self.vit, "_traits", None) or {}).get("img_size") or self.stem.default_img_size
+        by_weights = (getattr(self.vit, "pretrained_cfg", None) or {}).get("input_size") or ()
+        if size := by_options or by_weights[-2:]:
             height, width = size
             return height, width
         rows, columns = self.stem.pos_embed_grid_size or (14, 14)

@@ -1,4 +1,4 @@
-"""timm's models by name, or by plain constructor options: what a checkpoint may ask for, and nothing else."""
+"""timm's models from a checkpoint: by name, or by the few constructor options that a checkpoint may have."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from functools import partial
 from typing import Annotated, Any, Literal, TypedDict
 
+import timm
 from timm.layers import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
@@ -15,13 +16,14 @@ from ..errors import unknown
 from ..settings import Above0, Classes, Depth, ImageSize, Size, Within, options
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
-FAILED = (TypeError, RuntimeError, AssertionError, ValueError, StopIteration)  # what building a wrong model may raise
+# The errors that building a model by wrong options may raise.
+BUILD_ERRORS = (TypeError, RuntimeError, AssertionError, ValueError, StopIteration)
 
 Sides = tuple[ImageSize, ImageSize] | ImageSize
 
 
 class Named(TypedDict, total=False):
-    """What a checkpoint may ask of one of timm's models: these and no others, some of which name files."""
+    """The options that a checkpoint may give one of timm's models. Some of timm's other options name files."""
 
     num_classes: Classes | Literal[0]
     img_size: Sides
@@ -30,7 +32,7 @@ class Named(TypedDict, total=False):
 
 
 class Unnamed(Named, total=False):
-    """And of a VisionTransformer that has no name."""
+    """The options that a checkpoint may give a VisionTransformer without a name in timm."""
 
     patch_size: Sides
     in_chans: Size
@@ -52,30 +54,33 @@ class Unnamed(Named, total=False):
     act_layer: Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu"]
 
 
-def rebuilt(described: dict[str, Any]) -> nn.Module:
-    """The model that `describe` told of, with random weights."""
-    import timm
+def check_name(name: str) -> None:
+    """Refuse a name that timm does not have. One with a colon is a place from which timm would fetch a model."""
+    if not re.fullmatch(r"\w+", name) or not timm.is_model(name):
+        raise unknown("model", name, timm.list_models())
 
+
+def rebuilt(described: dict[str, Any]) -> nn.Module:
+    """A model of the architecture that `TimmModel.describe` returned, with random weights."""
     name = described["model"]
     if name:
-        if not re.fullmatch(r"\w+", name) or not timm.is_model(name):  # with a colon timm takes it for a place
-            raise unknown("model", name, timm.list_models())
+        check_name(name)
         return timm.create_model(name, pretrained=False, **options(described["options"], Named, name))
-    given = options(described["options"], Unnamed, "VisionTransformer")
-    eps = given.pop("norm_eps", 1e-6)
-    return VisionTransformer(**given, norm_layer=partial(nn.LayerNorm, eps=eps))
+    checked = options(described["options"], Unnamed, "VisionTransformer")
+    eps = checked.pop("norm_eps", 1e-6)
+    return VisionTransformer(**checked, norm_layer=partial(nn.LayerNorm, eps=eps))
 
 
 FLAGS = ("global_pool", "pool_include_prefix", "no_embed_class", "dynamic_img_size", "use_key_only_attn_mask")
 
 
 def outline(vit: Any, backbone: Backbone) -> tuple:
-    """What a rebuilt model must have in common: every weight's name and shape, and how each part behaves in eval.
-    backbone: of the model or of its twin; it knows where blocks keep their attention."""
+    """The properties in which a rebuilt model must equal the model: names and shapes of weights, and how each module
+    computes in eval. backbone: that of the model, which knows where blocks of both keep their attention."""
     weights = tuple((name, tuple(value.shape)) for name, value in vit.state_dict().items())
     idle = (nn.Identity, nn.Dropout, DropPath)
     kinds = tuple(
-        type(m).__name__.removeprefix("FSDP")  # so torch calls the class of a sharded block
+        type(m).__name__.removeprefix("FSDP")  # torch puts this before the class name of a sharded block
         for m in vit.modules()
         if not isinstance(m, (nn.LayerNorm, *idle))
     )
@@ -86,13 +91,13 @@ def outline(vit: Any, backbone: Backbone) -> tuple:
 
 
 def _of_positions(module: nn.Module) -> bool:
-    """Whether a module computes by settings that no weight shows: how positions are turned or told."""
+    """Whether a module of positions has settings that no weight shows."""
     name = type(module).__name__
     return name.startswith(("Rotary", "RelPos", "RelativePosition", "NaFlexEmbeds", "Eva")) or name == "AttentionRope"
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """The plain values a module holds, but for those that adapting changes."""
+    """The plain attributes of a module, except those that `adapt` changes."""
     left_out = ("training", "fused_attn")
     own = {name: value for name, value in vars(module).items() if name[0] != "_" and name not in left_out}
     return {name: value for name, value in own.items() if _is_plain(value)}

@@ -1,4 +1,4 @@
-"""What the loop asks of a family of vision transformers, and how its attention is made ours.
+"""What the loop asks of a family of vision transformers, and how the family's attention is redirected to the tokens.
 
 A family's own `Block.forward` and attention module keep running: LayerScale, qk-norm, rotary or gated attention stay
 right without being known here. `run.py` says what is caught while a block runs on tokens.
@@ -21,13 +21,13 @@ from .face import FamilyFace
 from .heads import PatchHead
 from .parts import BlockParts, replaced
 from .registry import discover
-from .run import OURS, Run, attention_forward, catch_probe, compiled_now, drop_per_image, is_drop_path
+from .run import INSTALLED_HOOKS, Run, attention_forward, catch_probe, compiled_now, drop_per_image, is_drop_path
 from .tokens import Probe, Tokens
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A backbone in numbers: what cost and methods need to know of it."""
+    """The numbers of a backbone that the cost and the methods need."""
 
     blocks: int  # L
     width: int  # D
@@ -43,9 +43,8 @@ class Shape:
     token_macs: int  # embedding, per patch
     image_macs: int  # head, per image
     pool_macs: int  # attention pooling in the readout, per patch, halted or not
-    pair_macs: int | None = (
-        None  # the products of attention in one block, per pair of tokens; None: 2 heads * head_size
-    )
+    # The two matrix products of attention in one block, per pair of tokens; None: 2 * heads * head_size.
+    pair_macs: int | None = None
 
     @property
     def attention_macs(self) -> int:
@@ -64,17 +63,17 @@ CHECKPOINT = {"every_n_layers": 1, "offload": False, "use_reentrant": False}
 
 
 class Backbone(FamilyFace):
-    """One wrapped model. Subclasses say where a family keeps its parts; nothing else knows the family."""
+    """One wrapped model. A subclass says where its family keeps the parts; no other code knows the family."""
 
     families: ClassVar[list[type[Backbone]]] = []
     family: ClassVar[str]
-    takes: ClassVar[str]  # which models, in the sentence that refuses another
+    takes: ClassVar[str]  # which models the family accepts, for the error message that refuses another one
     any_size: bool = False  # accepts images of other sizes than the one it was built for
-    described: dict[str, Any] | None = None  # what `describe` said before layers were exchanged
-    head: PatchHead | None = None  # answers in the place of the family's own head
+    described: dict[str, Any] | None = None  # the result of `describe` before layers were replaced (int8)
+    head: PatchHead | None = None  # a head that answers in the place of the family's own
 
     def __init_subclass__(cls) -> None:
-        if "takes" in vars(cls):  # else it is what several families share
+        if "takes" in vars(cls):  # a class without it is a base class of several families
             cls.families.append(cls)
 
     def __init__(self, vit: nn.Module) -> None:
@@ -84,12 +83,12 @@ class Backbone(FamilyFace):
     # What a family provides.
     @classmethod
     def claims(cls, vit: nn.Module) -> bool:
-        """Whether this family is the one to wrap `vit`."""
+        """Whether this family wraps `vit`."""
         raise NotImplementedError
 
     @classmethod
     def refuses(cls, vit: nn.Module) -> str | None:
-        """What is in the way of adapting a relative of the family that it does not claim; None: it is no relative."""
+        """Why a model that is related to the family, but not claimed by it, cannot be adapted; None: no relation."""
         return None
 
     @property
@@ -101,11 +100,11 @@ class Backbone(FamilyFace):
         raise NotImplementedError
 
     def attentions(self, block: nn.Module) -> list[Any]:
-        """All of them, of a block that has several side by side. The first is what methods ask of attention."""
+        """All attention modules of a block, which may have several side by side. Methods read the first one."""
         return [self.attention(block)]
 
     def reads(self, owner: nn.Module, name: str) -> bool:
-        """Whether a module of a block reads the weight of its linear layer `name` instead of calling the layer."""
+        """Whether the module `owner` of a block reads the weight of its linear layer `name` without calling it."""
         return False
 
     def mlp_in(self, block: nn.Module) -> nn.Module:
@@ -121,16 +120,16 @@ class Backbone(FamilyFace):
         raise NotImplementedError
 
     def normed(self, stream_BND: Tensor) -> Tensor:
-        """(B, N, D): the states after the family's last norm, as its features are."""
+        """(B, N, D): the states after the family's last norm, which is what the family calls features."""
         raise NotImplementedError
 
     @property
     def read_first(self) -> int | None:
-        """`readout` looks at the first so many tokens; None: at all."""
+        """How many of the first tokens `readout` reads; None: all of them."""
         return None
 
     def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the class token's head and of the distillation token's."""
+        """The logits of the class token's head and those of the distillation token's head."""
         raise DwindleError(
             f"{type(self.vit).__name__} has no distillation token; take a distilled model "
             "(deit_tiny_distilled_patch16_224, ...), or distil into its logits with distill='soft'."
@@ -138,11 +137,11 @@ class Backbone(FamilyFace):
 
     @property
     def checkpoints(self) -> bool:
-        """Whether the wrapped model was told to run blocks again in the backward pass, which takes time for memory."""
+        """Whether the wrapped model runs its blocks again in the backward pass, to save memory at the cost of time."""
         return False
 
     def checkpoint(self, options: dict[str, Any]) -> None:
-        """Tell the wrapped model so. options: as Hugging Face names them, at the one value that they have here."""
+        """Turn this on. options: Hugging Face's names, each of which may only have the value in CHECKPOINT."""
         for name, value in options.items():
             if CHECKPOINT.get(name, value) != value:
                 raise DwindleError(f"Checkpointing with {name} = {value}: here it is {CHECKPOINT[name]}; leave it out.")
@@ -156,7 +155,7 @@ class Backbone(FamilyFace):
         return self.shape.grid((images.shape[-2], images.shape[-1]))
 
     def misfit(self, images: Tensor) -> str | None:
-        """What images must be like, if these are not of a shape that the model takes."""
+        """The shape that images must have, if the model cannot take these; None if it can."""
         shape = self.shape
         sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == shape.channels
         if self.any_size:
@@ -168,51 +167,54 @@ class Backbone(FamilyFace):
 
     @property
     def recomputes(self) -> bool:
+        """Whether this forward pass is checkpointed."""
         return self.checkpoints and self.vit.training and torch.is_grad_enabled()
 
     @property
     def shape(self) -> Shape:
-        """In numbers, as the model is now: heads and image sizes may be changed under us."""
+        """The `Shape` of the model as it is at this moment: users may replace heads or change the image size."""
         key = (*self.changeable, id(self.head))
         if self._shape is None or self._shape[0] != key:
-            found, head = self.measure(), self.head
+            shape, head = self.measure(), self.head
             if head is not None:
-                found = replace(found, classes=head.outputs, image_macs=0, pool_macs=head.macs)
-            self._shape = (key, found)
+                shape = replace(shape, classes=head.outputs, image_macs=0, pool_macs=head.macs)
+            self._shape = (key, shape)
         return self._shape[1]
 
     @property
     def changeable(self) -> tuple[Any, ...]:
-        """What of the shape may change after wrapping; cheap to ask."""
+        """The values that `shape` depends on and that may change after wrapping. It is read often, so it is cheap."""
         raise NotImplementedError
 
     def measure(self) -> Shape:
+        """The `Shape` of the wrapped model, with the family's own head."""
         raise NotImplementedError
 
     def parts(self, block: nn.Module) -> BlockParts | None:
-        """A block taken apart for the kernels; None if it is of another make."""
+        """The layers of a block, for the kernels; None if the block computes anything that the kernels do not."""
         return None
 
     def describe(self) -> dict[str, Any] | None:
-        """What `rebuild` needs to make the same architecture again, as JSON; None if it cannot be told."""
+        """The JSON from which `rebuild` makes the same architecture again; None if no JSON can describe it."""
         raise NotImplementedError
 
     @staticmethod
     def rebuild(described: dict[str, Any]) -> nn.Module:
+        """A model of the architecture that `describe` returned, with random weights."""
         raise NotImplementedError
 
     @property
     def preprocess(self) -> dict[str, Any]:
-        """How images were prepared for it, as settings of `io.images.Preprocess`; what is not named is as usual."""
+        """How the model's images were prepared: settings of `io.images.Preprocess` that differ from its defaults."""
         return {"size": self.shape.image[-1]}
 
     def reset_head(self, classes: int) -> None:
-        """A new head of the family's own, for so many classes."""
+        """Replace the family's own head by a new one for this many classes."""
         raise NotImplementedError
 
     # What all families share.
     def logits(self, stream_BND: Tensor) -> Tensor:
-        """The answer: the family's (B, classes), or of a head for patches (B, P, outputs)."""
+        """The model's answer: (B, classes) from the family's head, or (B, P, outputs) from a head for patches."""
         if self.head is None:
             return self.readout(stream_BND)
         patches: Tensor = self.head(self.normed(stream_BND)[:, self.shape.prefix :])
@@ -220,11 +222,11 @@ class Backbone(FamilyFace):
 
     @property
     def front(self) -> int | None:
-        """The answer looks at the first so many tokens; None: at all."""
+        """How many of the first tokens `logits` reads; None: all of them."""
         return self.read_first if self.head is None else None
 
     def install(self) -> None:
-        """Make the wrapped model's blocks listen for tokens. Without a run in progress they behave as before."""
+        """Put our hooks and forwards on the wrapped model's blocks. Outside a `Run` the blocks behave as before."""
         attentions = [attention for block in self.blocks for attention in self.attentions(block)]
         if any("forward" in vars(attention) and not replaced(attention) for attention in attentions):
             raise DwindleError("This model is part of an adaptive one already; unwrap() that first.")
@@ -236,7 +238,7 @@ class Backbone(FamilyFace):
                 )
         for block in self.blocks:
             for attention in self.attentions(block):
-                # A partial and no bound method: it can be pickled, and so can the model.
+                # A partial can be pickled, and so can the model; a bound method could not.
                 attention.forward = partial(attention_forward, attention)
             self.mlp_in(block).register_forward_hook(catch_probe)
             for module in block.modules():
@@ -244,8 +246,8 @@ class Backbone(FamilyFace):
                     module.register_forward_hook(drop_per_image)
 
     def check_heard(self) -> None:
-        """Refuses what somebody put on a module that is not called, as its blocks are run one by one: it would be
-        ignored without a word."""
+        """Refuse hooks and forwards that a user put on a module around the blocks: the loop calls the blocks one by
+        one and not that module, so they would be ignored without a word."""
         if torch.compiler.is_compiling():
             return
         for name, module in self.around:
@@ -259,7 +261,7 @@ class Backbone(FamilyFace):
 
     @cached_property
     def around(self) -> list[tuple[str, nn.Module]]:
-        """The wrapped model and its parts that hold the blocks."""
+        """The modules that contain the blocks, with their names: the wrapped model and its parts down to the list."""
         first = next(name for name, module in self.vit.named_modules() if module is self.blocks[0])
         names = ["", *accumulate(first.split(".")[:-1], "{}.{}".format)]
         return [(name, self.vit.get_submodule(name)) for name in names]
@@ -268,24 +270,25 @@ class Backbone(FamilyFace):
         """Undo `install`."""
         for block in self.blocks:
             for attention in self.attentions(block):
-                if not replaced(attention):  # else what somebody put over ours stays
+                if not replaced(attention):  # a forward that a user put over ours stays
                     vars(attention).pop("forward", None)
             for module in block.modules():
-                for key in [k for k, hook in module._forward_hooks.items() if hook in OURS]:
+                for key in [k for k, hook in module._forward_hooks.items() if hook in INSTALLED_HOOKS]:
                     del module._forward_hooks[key]
 
     def run(self, block: nn.Module, tokens: Tokens, probe: Probe = Probe()) -> Tokens:
-        """One block on the live rows, which leaves behind what it is asked for."""
+        """The tokens after one block on the live rows. `probed` holds what the probe asks for."""
         if compiled_now():
             return _compiled_run()(self, block, tokens, probe)
         return self._run(block, tokens, probe)
 
     def _run(self, block: nn.Module, tokens: Tokens, probe: Probe) -> Tokens:
         run = Run(tokens, probe, partial(self.turned, block))
-        call = self._again(block, run) if self.recomputes else run.calling(partial(self.call, block, tokens=tokens))
+        forward = partial(self.call, block, tokens=tokens)
+        call = self._checkpointed(block, run) if self.recomputes else run.wrapped(forward)
         after = tokens.update(call, block, probe)
         if not run.called:
-            return after  # the layout ran the block by its parts
+            return after  # the layout computed the block from its parts
         if not run.attended:
             raise DwindleError(
                 f"{type(self.attention(block)).__name__} did not call scaled_dot_product_attention, so halted tokens "
@@ -294,30 +297,30 @@ class Backbone(FamilyFace):
         return after.changed(probed=run.probed)
 
     def positions(self, images: Tensor) -> Tensor | None:
-        """(..., N, C): what blocks are told of each token's place, the same for all images; the loop keeps it as
-        `tokens.positions`, of which `tokens.placed` gives the live rows'. None: nothing."""
+        """(..., N, C): what blocks are given for each token's place, the same for all images; None: nothing. The loop
+        keeps it as `tokens.positions`, and `tokens.placed` gives the part that belongs to the live rows."""
         return None
 
     def call(self, block: nn.Module, x: Tensor, tokens: Tokens) -> Any:
-        """The block's forward on rows, by the arguments that the family gives it."""
+        """The block's forward on rows, with the arguments that the family passes to its blocks."""
         return block(x)
 
     def turned(self, block: nn.Module, q: Tensor, k: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Queries and keys (b, H, rows, E) as attention compares them, where the family's own code, which takes the
-        first rows for the prefix, would turn the wrong ones: `call` then tells the block of no positions."""
+        """Queries and keys (b, H, rows, E) after rotary positions. A family overrides this if its own code takes the
+        first rows for the prefix and so would rotate the wrong ones; its `call` then gives the block no positions."""
         return q, k
 
     def once(self, block: nn.Module, x: Tensor, tokens: Tokens) -> Any:
-        """`call` without a checkpoint of the family's own: that would run it again outside of any run."""
+        """`call` without the family's own checkpointing, which would run the block again outside of a `Run`."""
         return self.call(block, x, tokens)
 
-    def _again(self, block: nn.Module, run: Run) -> Callable[[Tensor], Tensor]:
-        """The block's forward, which the backward pass runs once more instead of keeping what is in between. That run
-        sees the notes as they are now: the method goes on writing to them."""
-        then = Run(run.tokens.changed(notes=dict(run.tokens.notes)), run.probe, run.turned)
-        turns = iter((run, then))
+    def _checkpointed(self, block: nn.Module, run: Run) -> Callable[[Tensor], Tensor]:
+        """The block's forward, which the backward pass runs a second time instead of storing activations. The second
+        run gets a copy of the notes as they are here, because the method goes on writing to them."""
+        second = Run(run.tokens.changed(notes=dict(run.tokens.notes)), run.probe, run.turned)
+        runs = iter((run, second))
         forward = partial(self.once, block, tokens=run.tokens)
-        return lambda x: checkpoint(lambda x: next(turns, then).calling(forward)(x), x, use_reentrant=False)
+        return lambda x: checkpoint(lambda x: next(runs, second).wrapped(forward)(x), x, use_reentrant=False)
 
 
 @cache
@@ -326,12 +329,12 @@ def _compiled_run() -> Callable[[Backbone, nn.Module, Tokens, Probe], Tokens]:
 
 
 def _guarded(entries: Sequence[Any]) -> list[bool]:
-    """What makes a compiled block be compiled anew. Not which of our forwards it is: they are all the same one."""
+    """Which guards may recompile a block. Guards on our attention forwards may not: all of them are the same code."""
     return [getattr(entry.value, "func", None) is not attention_forward for entry in entries]
 
 
 def backbone_of(vit: nn.Module) -> Backbone:
-    """The backbone that fits `vit`, or the reason why there is none."""
+    """The backbone of the family that claims `vit`. If none does, the error says why."""
     discover("dwindle.backbones")
     if hasattr(vit, "_orig_mod"):
         raise DwindleError("This model went through torch.compile; adapt the model itself, and compile after that.")

@@ -1,4 +1,4 @@
-"""What is wrong with images, options and answers, in a sentence."""
+"""Checks of images, options and answers; each refuses what is wrong with one sentence."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from ..errors import DwindleError
 
 
-def check_tensor(given: Any) -> Tensor:
-    """What somebody gave as images, if it can be."""
-    if isinstance(given, Tensor):
-        return given
-    shape = getattr(given, "shape", None)
-    kind = f"{type(given).__module__.partition('.')[0]}.{type(given).__name__}".removeprefix("builtins.")
-    told = "missing" if given is None else f"a {kind}" + (f" of shape {tuple(shape)}" if shape is not None else "")
+def check_tensor(images: Any) -> Tensor:
+    """The images, if they are a tensor."""
+    if isinstance(images, Tensor):
+        return images
+    shape = getattr(images, "shape", None)
+    kind = f"{type(images).__module__.partition('.')[0]}.{type(images).__name__}".removeprefix("builtins.")
+    found = "missing" if images is None else f"a {kind}" + (f" of shape {tuple(shape)}" if shape is not None else "")
     raise DwindleError(
-        f"The images are {told}; give a float tensor (batch, channels, height, width), such as "
+        f"The images are {found}; give a float tensor (batch, channels, height, width), such as "
         "torch.from_numpy(array), or what `eval_transform` of dwindle.io.images.Preprocess makes of a picture."
     )
 
@@ -27,12 +27,12 @@ LARGE = 1e4  # normalised pixels lie within a few units of 0
 
 
 def check_finite(logits: Tensor, images: Tensor, model: nn.Module, training: bool = False) -> None:
-    """NaN in an image reaches its logits, where looking for it is cheap."""
+    """Refuse NaN and infinity. An image's NaN reaches its logits, so only these few numbers are checked first."""
     if logits.isfinite().all():
         return
     if not images.isfinite().all():
         raise DwindleError("The images hold NaN or infinite values; check how they were loaded and normalised.")
-    if training:  # a run that diverges hears it from its loss
+    if training:  # in training the loss shows that the run diverged
         return
     damaged = next((name for name, value in model.named_parameters() if not value.isfinite().all()), None)
     if damaged is not None:
@@ -52,12 +52,13 @@ def check_finite(logits: Tensor, images: Tensor, model: nn.Module, training: boo
 
 
 def check_dtype(images: Tensor, weights: torch.dtype) -> None:
-    """Autocast brings images and weights together; without it they must be of one type."""
+    """Refuse images of another type than the weights, except under autocast, which converts both."""
     if images.dtype != weights and not torch.is_autocast_enabled(images.device.type):
         raise DwindleError(f"The images are {images.dtype}, the weights {weights}; convert one: images.to({weights}).")
 
 
 def check_options(vit: nn.Module, options: dict[str, Any]) -> None:
+    """Refuse options of a call to a model that takes images alone."""
     if options:
         raise DwindleError(
             f"A {type(vit).__name__} is called with images alone, and {next(iter(options))!r} was given; leave it out."

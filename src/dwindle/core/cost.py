@@ -1,7 +1,7 @@
-"""Multiply-accumulates from a backbone's shape and a trace, planners and gates counted in.
+"""Multiply-accumulates (MACs) from a backbone's shape and a trace, including a method's planners and gates.
 
-One closed form for bench, report and budget. As the papers count: linear layers, patch embedding, head, and the two
-products of attention; norms, activations and softmax are left out. The papers' "FLOPs" are these MACs.
+Bench, report and budget use this one closed form. It counts what the papers count: linear layers, patch embedding, head
+and the two matrix products of attention, but no norms, activations or softmax. The papers' "FLOPs" are these MACs.
 """
 
 from __future__ import annotations
@@ -23,41 +23,44 @@ Count = TypeVar("Count", Tensor, float)
 
 
 def block_macs(shape: Shape, tokens: Count) -> Count:
-    """One block on images with that many live tokens: linear in the tokens, and q k^T and a v quadratic."""
+    """MACs of one block on images with this many live tokens: linear layers grow with n, q k^T and a v with n^2."""
     if isinstance(tokens, Tensor):
         tokens = tokens.to(torch.float64)
     return tokens * shape.block_macs + tokens**2 * shape.attention_macs
 
 
 def fixed_macs(shape: Shape, image: tuple[int, int] | None = None) -> float:
-    """Patch embedding and head of one image."""
-    rows, columns = shape.grid(image)
-    return rows * columns * (shape.token_macs + shape.pool_macs) + shape.image_macs
+    """MACs of the patch embedding and the head for one image. image: its height and width; None: the model's own."""
+    return _grid_macs(shape, shape.grid(image))
+
+
+def _grid_macs(shape: Shape, grid: tuple[int, int]) -> float:
+    """`fixed_macs` of an image with this grid of patches."""
+    return grid[0] * grid[1] * (shape.token_macs + shape.pool_macs) + shape.image_macs
 
 
 def static_macs(shape: Shape, image: tuple[int, int] | None = None) -> float:
-    """One image with nothing halted and no method."""
+    """MACs of one image with nothing halted and no method. image: as in `fixed_macs`."""
     return fixed_macs(shape, image) + shape.blocks * block_macs(shape, float(shape.tokens(image)))
 
 
 def trace_macs(shape: Shape, trace: Trace, method: Method | None = None) -> Tensor:
-    """(B,) what each image of the trace cost."""
+    """(B,) MACs of each image of the trace."""
     counts = trace.counts.to(torch.float64)  # (L, B)
     total = block_macs(shape, counts).sum(0)
     if method is not None:
         total = total + torch.stack([method.macs(n, depth) for depth, n in enumerate(counts)]).sum(0)
-    rows, columns = trace.grid
-    return total + rows * columns * (shape.token_macs + shape.pool_macs) + shape.image_macs
+    return total + _grid_macs(shape, trace.grid)
 
 
 def keep_for(
     budget: float | str, shape: Shape, stages: Sequence[int], macs: Callable[[Tensor, int], Tensor], extra: int = 0
 ) -> float:
-    """The share of patches to keep after each of these blocks, for an image to cost the budget.
+    """The share of patches to keep after each of the blocks `stages` so that an image costs the budget.
 
-    macs: what the method itself adds (`Method.macs`). extra: tokens that go on for those left behind.
+    macs: what the method itself adds (`Method.macs`). extra: tokens added at each stage to replace those that left.
     """
-    goal = budget_share(budget, shape)
+    target = budget_share(budget, shape)
 
     def cost(keep: float) -> float:
         patches, total = float(shape.tokens() - shape.prefix), fixed_macs(shape)
@@ -68,22 +71,22 @@ def keep_for(
                 patches = min(patches, keep * patches + extra)
         return total / static_macs(shape)
 
-    _reachable(budget, goal, cost(0.0))
-    return round(bisected(cost, goal, 0.0, 1.0)[1], 6)
+    _check_reachable(budget, target, cost(0.0))
+    return round(bisected(cost, target, 0.0, 1.0)[1], 6)
 
 
 def bisected(
     cost: Callable[[float], float], goal: float, cheap: float, dear: float, steps: int = 30
 ) -> tuple[float, float]:
-    """Two neighbouring settings between which the cost passes the goal; it rises from `cheap` to `dear`."""
+    """Two neighbouring settings between which the cost passes `goal`. The cost rises from `cheap` to `dear`."""
     for _ in range(steps):
         middle = (cheap + dear) / 2
         cheap, dear = (cheap, middle) if cost(middle) > goal else (middle, dear)
     return cheap, dear
 
 
-def _reachable(budget: float | str, goal: float, least: float) -> None:
-    if goal < least:
+def _check_reachable(budget: float | str, target: float, least: float) -> None:
+    if target < least:
         raise DwindleError(
             f"budget = {budget!r} cannot be reached: with no patch kept after the first stage it is still {least:.3f} "
             "of the static cost; ask for more, or let tokens leave earlier (stages)."
@@ -91,7 +94,7 @@ def _reachable(budget: float | str, goal: float, least: float) -> None:
 
 
 def budget_share(budget: float | str, shape: Shape) -> float:
-    """A budget as a share of the static cost. 0.67 is a share; '3.1G' are GMACs."""
+    """The budget as a share of the static cost. A number such as 0.67 is a share; a string such as '3.1G' is GMACs."""
     try:
         if isinstance(budget, str):
             share = float(budget.upper().removesuffix("GMACS").removesuffix("G")) * 1e9 / static_macs(shape)

@@ -1,8 +1,8 @@
-"""The wrapped model's face: its own code runs as it is written, and where it calls its blocks, the loop runs.
+"""The wrapped model's interface: its own code runs as it is written, and where it calls its blocks, the loop runs.
 
-For one call a twin of the wrapped model is made: the modules that hold the blocks are shallow copies, each block has a
-`Turn` in its place, and everything else is shared. So what a family does before and after its blocks, its options and
-its classes of answers are never written down here.
+Each call makes a twin of the wrapped model: the modules that hold the blocks are shallow copies, a `StandIn` takes the
+place of each block, and everything else is shared. So this file repeats nothing of what a family does before and after
+its blocks, nor its options or its classes of answers.
 """
 
 from __future__ import annotations
@@ -29,58 +29,59 @@ if TYPE_CHECKING:
 
 Start = Callable[[Tensor, int], Tokens]
 
-# Methods of wrapped models that run blocks. Every other one is called on the wrapped model itself.
+# Methods of wrapped models that run blocks. Every other method is called on the wrapped model itself.
 RUN_BLOCKS = (
     *("forward_features", "forward_intermediates", "get_intermediate_layers", "get_image_features"),
     *("forward_with_filtered_kwargs", "forward_with_feature_maps"),
 )
-EVERY_DEPTH = ("forward_intermediates", "get_intermediate_layers")  # of these, those that ask for it
+EVERY_DEPTH = ("forward_intermediates", "get_intermediate_layers")  # those that read the tokens after every block
 
 
 class FamilyFace:
-    """What a family says of its own face: how its models are called, and what comes back. Part of a `Backbone`."""
+    """How the models of a family are called and what they return. Part of a `Backbone`."""
 
-    speaks: ClassVar[bool] = False  # has classes of answers of its own, which come back
+    speaks: ClassVar[bool] = False  # the family has its own classes of answers, and returns those
 
     def request(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """The method of the wrapped model that answers, and what it is called with."""
+        """The name of the wrapped model's method that answers, and the arguments to call it with."""
         raise NotImplementedError
 
-    def wants_every(self, options: dict[str, Any]) -> bool:
-        """Whether a call with these options looks at the tokens after every block."""
+    def wants_every_depth(self, options: dict[str, Any]) -> bool:
+        """Whether a call with these options reads the tokens after every block."""
         return False
 
     def given(self, images: Any, options: dict[str, Any]) -> Any:
-        """The images of a call; options that only told of their shape are taken out."""
+        """The images of a call as (B, C, height, width). Options that only described their shape are removed."""
         return images
 
     @property
     def gives_tuples(self) -> bool:
-        """Whether the wrapped model takes what a block gives from a tuple."""
+        """Whether blocks of the wrapped model return a tuple with the tokens first."""
         return False
 
     def pooled(self, answer: Any) -> Tensor | None:
-        """The embedding that an answer of the wrapped model holds, where it is the one that `readout` would give."""
+        """The embedding in an answer of the wrapped model, if it equals what `readout` gives; else None."""
         return None
 
     @property
     def task_loss(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """Of logits and labels, a number per image, where the wrapped model says so; None: the cross-entropy."""
+        """The wrapped model's own loss of (logits, labels), one number per image; None: the cross-entropy."""
         return None
 
 
-class Turn(nn.Module):
-    """Stands in a block's place, and says what the loop made of the tokens by then."""
+class StandIn(nn.Module):
+    """Takes a block's place in the twin and returns the tokens that the loop computed up to that block."""
 
     @staticmethod
     def of(block: nn.Module, call: Call, depth: int) -> nn.Module:
-        """It passes for a block of its class: transformers records what modules of a class return. Made by no class's
-        own way, which for a sharded block would be another's."""
+        """A stand-in that is an instance of the block's class, because transformers records what modules of a class
+        return. It is made without that class's own `__new__`, which a sharded block overrides."""
         kind: Any = type(block)
-        turn: Turn = object.__new__(_turn(kind))
-        nn.Module.__init__(turn)
-        turn.__dict__.update(_block=block, _call=call, _depth=depth)  # no part of it: nobody shall walk into the block
-        return turn
+        made: StandIn = object.__new__(_stand_in(kind))
+        nn.Module.__init__(made)
+        # Set past nn.Module's __setattr__: the block must not become a submodule, which others would walk into.
+        made.__dict__.update(_block=block, _call=call, _depth=depth)
+        return made
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
         state = self._call.after(self._depth, x, args, options)
@@ -91,38 +92,41 @@ class Turn(nn.Module):
 
 
 @cache
-def _turn(kind: Any) -> type[Turn]:
-    return type(f"{kind.__name__}Turn", (Turn, kind), {})
+def _stand_in(kind: Any) -> type[StandIn]:
+    return type(f"{kind.__name__}StandIn", (StandIn, kind), {})
 
 
 class Call:
     """One call of the wrapped model's own code."""
 
     def __init__(
-        self, model: AdaptiveViT, images: Tensor, start: Start, every: bool = False, **forced: Tensor | None
+        self, model: AdaptiveViT, images: Tensor, start: Start, every_depth: bool = False, **forced: Tensor | None
     ) -> None:
-        """every: what is left of the tokens after every block will be looked at, not only after the last."""
-        self.model, self.images, self.start, self.every, self.forced = model, images, start, every, forced
+        """every_depth: the wrapped model's code reads the tokens after every block, not only after the last.
+        forced: `depths` and `operating_point` of `AdaptiveViT.forward`."""
+        self.model, self.images, self.start = model, images, start
+        self.every_depth, self.forced = every_depth, forced
         self.states: list[Tensor] = []
         self.features: Tensor | None = None
-        self.read: Tensor | None = None  # the features as the loop left them, which a smaller image may have fewer of
+        self.read: Tensor | None = None  # the loop's own features: fewer tokens if the method made the images smaller
         self.trace: Trace | None = None
 
     def __call__(self, name: str, *args: Any, **options: Any) -> Any:
-        """What the wrapped model's method of this name gives."""
+        """The result of the wrapped model's method of this name."""
         with cutting(self.images):
             answer = getattr(self.twin(), name)(*args, **options)
         if self.trace is not None:
-            tell(self.model, self.trace)
+            _report(self.model, self.trace)
         return answer
 
     def twin(self) -> Any:
+        """The wrapped model with a stand-in in the place of each block. Only modules that hold blocks are copied."""
         vit = self.model.vit
         copies: dict[str, nn.Module] = {}
 
         def copied(name: str) -> nn.Module:
             if name not in copies:
-                copies[name] = _shallow(vit.get_submodule(name))
+                copies[name] = _shallow_copy(vit.get_submodule(name))
                 if name:
                     put(name, copies[name])
             return copies[name]
@@ -133,111 +137,116 @@ class Call:
 
         names = {module: name for name, module in vit.named_modules()}
         for depth, block in enumerate(self.model.backbone.blocks):
-            put(names[block], Turn.of(block, self, depth))
+            put(names[block], StandIn.of(block, self, depth))
         return copies[""]
 
     def after(self, depth: int, x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-        """The tokens after this block. At the first one the whole loop runs."""
+        """The tokens after block `depth`. The call for the first block runs the whole loop."""
         if depth == 0:
             if any(options.get(name) is not None for name in ("attn_mask", "mask")) or options.get("is_causal"):
                 raise DwindleError(
                     "A mask hides tokens from each other, and here the method alone says which tokens are looked at; "
                     "leave it out."
                 )
-            # In a context of its own: what records the twin's blocks shall not record ours, which see other rows.
-            if self.every:
+            # transformers records the outputs of the twin's blocks by a context variable. In a new context it does not
+            # also record the real blocks, which compute other rows.
+            if self.every_depth:
                 contextvars.Context().run(self.loop, x)
             else:
                 self.loop(x)
         assert self.features is not None
-        if self.every:
+        if self.every_depth:
             return self.states[depth]
         return self.features if depth == len(self.model.backbone.blocks) - 1 else x
 
     def loop(self, x: Tensor) -> None:
+        """Run the model's loop on embedded images and keep the features, the trace and the states."""
         model, states = self.model, list[Tensor]()
         seen = self.images if self.forced.get("depths") is not None else model.method.seen(self.images)
         if seen is not self.images:
             x = model.backbone.embed(seen)
-        given = states if self.every else None
-        self.read, self.trace = model.loop(x, seen, self.images, self.start, states=given, **self.forced)
+        collected = states if self.every_depth else None
+        self.read, self.trace = model.loop(x, seen, self.images, self.start, states=collected, **self.forced)
         states += [self.read] * (len(model.backbone.blocks) - len(states))
         states[-1] = self.read
-        self.states = [model.whole(state, seen, self.images) for state in states] if self.every else []
+        self.states = [model.whole(state, seen, self.images) for state in states] if self.every_depth else []
         self.features = model.whole(self.read, seen, self.images)
 
 
-def _shallow(module: nn.Module) -> nn.Module:
+def _shallow_copy(module: nn.Module) -> nn.Module:
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     twin.__dict__["_modules"] = dict(module._modules)
-    twin.__dict__.pop("_output_capturing_hooks_installed", None)  # transformers' own mark: not on these turns yet
-    for name in ("grad_checkpointing", "gradient_checkpointing"):  # the loop sees to it, block by block
+    # transformers' mark that its recording hooks are installed: they are not on the stand-ins.
+    twin.__dict__.pop("_output_capturing_hooks_installed", None)
+    for name in ("grad_checkpointing", "gradient_checkpointing"):  # the loop checkpoints block by block
         if getattr(module, name, False):
             twin.__dict__[name] = False
     return twin
 
 
-class _Heard(threading.local):
-    """Who listens in this thread."""
+class _Listening(threading.local):
+    """The lists to which `Face.traced` appends in this thread, each with its model."""
 
-    lists: tuple[tuple[nn.Module, list[Trace]], ...] = ()
-
-
-_heard = _Heard()
+    listeners: tuple[tuple[nn.Module, list[Trace]], ...] = ()
 
 
-def tell(model: nn.Module, trace: Trace) -> None:
-    for listening, traces in _heard.lists:
-        if listening is model:
+_listening = _Listening()
+
+
+def _report(model: nn.Module, trace: Trace) -> None:
+    for listener, traces in _listening.listeners:
+        if listener is model:
             traces.append(trace)
 
 
 class Face(nn.Module):
-    """What an adaptive model has of the model it wraps."""
+    """The interface that an adaptive model takes over from the model it wraps."""
 
-    accepts_loss_kwargs = False  # to transformers' Trainer: the loss is a mean over the images of the call
+    accepts_loss_kwargs = False  # tells transformers' Trainer that the loss is a mean over the images of the call
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapped model has by this name; of its methods those that run blocks run the loop."""
+        """The wrapped model's attribute of this name. Its methods that run blocks run the loop instead."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             vit = self.__dict__.get("_modules", {}).get("vit")
             if vit is None or name.startswith("_") or not hasattr(vit, name):
                 raise
-        return partial(_hosted, self, name) if name in RUN_BLOCKS else getattr(vit, name)
+        return partial(_call_wrapped, self, name) if name in RUN_BLOCKS else getattr(vit, name)
 
     @contextmanager
     def traced(self) -> Iterator[list[Trace]]:
-        """Within, the trace of every call of this thread is appended to the list: for models inside larger ones, whose
-        answer has no trace. `with dwindle.adaptive_part(model).traced() as traces: model(...)`"""
-        before, traces = _heard.lists, list[Trace]()
-        _heard.lists = (*before, (self, traces))
+        """A context in which every call from this thread appends its trace to the list that it gives. Use it for a
+        model inside a larger one, whose answer has no trace:
+        `with dwindle.adaptive_part(model).traced() as traces: model(...)`"""
+        before, traces = _listening.listeners, list[Trace]()
+        _listening.listeners = (*before, (self, traces))
         try:
             yield traces
         finally:
-            _heard.lists = before
+            _listening.listeners = before
 
     def push_to_hub(self, repo: str, **options: Any) -> str:
         """Upload as a checkpoint with a model card; `dwindle.load(repo)` reads it back. options: those of `io.hub`."""
         return family_of(self).push_to_hub(self, repo, **options)
 
     def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> Path:
-        """Write a Hugging Face model as transformers keeps models, and what was added beside it."""
+        """Write a Hugging Face model in transformers' format, with what Dwindle added in files beside it."""
         return family_of(self).save_pretrained(self, folder, **options)
 
     @classmethod
     def from_pretrained(cls, source: str | os.PathLike[str], **options: Any) -> Any:
-        """What `save_pretrained` wrote, from a folder or a Hub id. options: of transformers' from_pretrained."""
+        """Load what `save_pretrained` wrote, from a folder or a Hub id. options: of transformers' from_pretrained."""
         return next(family for family in families() if issubclass(cls, family.model)).from_pretrained(source, **options)
 
 
-def _hosted(model: Any, name: str, *args: Any, **options: Any) -> Any:
-    given = [value for value in (*args, *options.values()) if isinstance(value, Tensor)]
-    images = model.check_images(next((value for value in given if value.is_floating_point()), None))
-    every = name in EVERY_DEPTH or model.backbone.wants_every(options)
-    call = Call(model, images, model.beginning(), every)
+def _call_wrapped(model: Any, name: str, *args: Any, **options: Any) -> Any:
+    """The result of a method of the wrapped model that runs blocks."""
+    tensors = [value for value in (*args, *options.values()) if isinstance(value, Tensor)]
+    images = model.check_images(next((value for value in tensors if value.is_floating_point()), None))
+    every_depth = name in EVERY_DEPTH or model.backbone.wants_every_depth(options)
+    call = Call(model, images, model.beginning(), every_depth)
     try:
         return call(name, *args, **options)
     except (AssertionError, IndexError) as error:
@@ -251,9 +260,9 @@ def _hosted(model: Any, name: str, *args: Any, **options: Any) -> Any:
 
 
 def answered(model: AdaptiveViT, images: Tensor, start: Start, options: dict[str, Any], **forced: Any) -> Any:
-    """What the wrapped model itself answers, which also has `trace`, `features` and `logits`."""
+    """The wrapped model's own answer, with the attributes `trace`, `features` and `logits` added."""
     backbone = model.backbone
-    call = Call(model, images, start, backbone.wants_every(options), **forced)
+    call = Call(model, images, start, backbone.wants_every_depth(options), **forced)
     name, options = backbone.request(images, options)
     answer = call(name, **options)
     assert call.features is not None and call.read is not None
@@ -267,7 +276,7 @@ def answered(model: AdaptiveViT, images: Tensor, start: Start, options: dict[str
 
 
 def with_loss(answer: Any, loss: Tensor) -> Any:
-    """The answer with this loss, where its class has a place for one."""
+    """The answer with this loss. A Hugging Face answer whose class has a `loss` field is built again."""
     if not isinstance(answer, dict):
         answer.loss = loss
         return answer
@@ -275,24 +284,26 @@ def with_loss(answer: Any, loss: Tensor) -> Any:
     if not hasattr(type(answer), "loss"):
         answer["loss"] = loss
         return answer
-    made = type(answer)(**{**answer, "loss": loss})  # anew: the loss comes first
+    made = type(answer)(**{**answer, "loss": loss})  # a new one, because the order of fields must have the loss first
     vars(made).update({name: vars(answer)[name] for name in kept})
     return made
 
 
-def _own_names(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+def _without_vit_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """State-dict hook of a part inside a larger model: its weights keep the keys they had before `adapt`."""
     for name in [name for name in state if name.startswith(f"{prefix}vit.")]:
         state[prefix + name.removeprefix(f"{prefix}vit.")] = state.pop(name)
 
 
-def _given_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _with_vit_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """The inverse of `_without_vit_prefix`, before a state dict is loaded."""
     added = tuple(f"{prefix}{name}" for name in ("vit.", "method.", "dense_head.", "give_back."))
     for name in [name for name in state if name.startswith(prefix) and not name.startswith(added)]:
         state[f"{prefix}vit.{name.removeprefix(prefix)}"] = state.pop(name)
 
 
 def place(outer: nn.Module, name: str, make: Callable[[nn.Module], AdaptiveViT]) -> nn.Module:
-    """The outer model, its part of this name made adaptive where it stands."""
+    """The outer model after its part of this name was replaced by an adaptive one."""
     try:
         part = outer.get_submodule(name)
     except AttributeError as error:
@@ -303,8 +314,8 @@ def place(outer: nn.Module, name: str, make: Callable[[nn.Module], AdaptiveViT])
     made = make(part)
     made.inside = True
     made.train(part.training)
-    made.register_state_dict_post_hook(_own_names)
-    made.register_load_state_dict_pre_hook(_given_names)
+    made.register_state_dict_post_hook(_without_vit_prefix)
+    made.register_load_state_dict_pre_hook(_with_vit_prefix)
     outer.set_submodule(name, made)
     return outer
 

@@ -1,6 +1,6 @@
-"""What a token that stopped early gets back at the end, so that features and dense tasks have the whole grid.
+"""The state that a token which stopped early gets at the end, so that features and dense tasks have the whole grid.
 
-A token that has joined another gets that one's state, whatever else is set here. Shapes: B images, N tokens, D width.
+A token that was merged into another always gets the other's state. Shapes: B images, N tokens, D width.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .trace import Trace
 
 
 class GiveBack(nn.Module):
-    """Settings of what stopped tokens get back; `adapt(vit, method, give_back=GiveBack("nearest"))`."""
+    """How stopped tokens get a state at the end: `adapt(vit, method, give_back=GiveBack("nearest"))`."""
 
     @checked
     def __init__(self, halted: Literal["own", "nearest"] = "own", hidden: Size | Literal[0] = 0) -> None:
         """
-        halted: what a token gets that stopped without joining another. 'own': the state it stopped with; 'nearest': the
-            state of the token whose key was most alike when it stopped.
-        hidden: neurons of a small learned update of every stopped token; 0: none. It changes nothing before training.
+        halted: the state of a token that stopped without being merged. 'own': the state it stopped with; 'nearest': the
+            state of the token whose key was most similar when it stopped.
+        hidden: neurons of a small MLP that updates every stopped token; 0: none. Before training the update is 0.
         """
         super().__init__()
         self.halted, self.hidden = halted, hidden
@@ -38,7 +38,7 @@ class GiveBack(nn.Module):
             nn.init.zeros_(self.fc2.bias)
 
     def forward(self, own_BND: Tensor, given_BND: Tensor, stopped_BN: Tensor) -> Tensor:
-        """own: the states tokens stopped with; given: what they get back without a learned update."""
+        """(B, N, D) final states. own: the states tokens stopped with; given: their states without a learned update."""
         if not self.hidden:
             return given_BND
         width = (own_BND.shape[-1],)
@@ -47,7 +47,7 @@ class GiveBack(nn.Module):
         return torch.where(stopped_BN[..., None], given_BND + update.to(given_BND.dtype), given_BND)
 
     def macs(self, trace: Trace) -> Tensor:
-        """(B,) multiply-accumulates: the update of every token, and keys compared where tokens look for the nearest."""
+        """(B,) multiply-accumulates: the update of every token, and the comparison of keys for 'nearest'."""
         counts = trace.counts.to(torch.float64)  # (L, B)
         update = 3 * self.hidden * self.shape.width * trace.shape[1]
         if self.halted == "own":

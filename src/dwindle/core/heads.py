@@ -1,4 +1,4 @@
-"""Heads that answer for each patch, in the place of the wrapped model's own."""
+"""Heads that answer for each patch, in the place of the wrapped model's own head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..settings import Classes, checked
 
 
 class PatchHead(nn.Module):
-    """A linear layer on the state of each patch: numbers that make a map."""
+    """A linear layer on the state of each patch, whose outputs form a map."""
 
     @checked
     def __init__(self, width: Classes, outputs: Classes) -> None:
@@ -19,13 +19,13 @@ class PatchHead(nn.Module):
         self.linear = nn.Linear(width, outputs)
 
     def forward(self, patches_BPD: Tensor) -> Tensor:
-        """(B, P, outputs)."""
+        """(B, P, D) -> (B, P, outputs)."""
         logits: Tensor = self.linear(patches_BPD)
         return logits
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates of a patch."""
+        """Multiply-accumulates per patch."""
         return self.width * self.outputs
 
     @property

@@ -1,4 +1,7 @@
-"""The masked layout: every row is computed, a gate says which count. Shapes: B images, N tokens per image, D width."""
+"""The masked layout: every row is computed, and a gate says which rows count.
+
+Shapes: B images, N tokens per image, D width.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from .tokens import NOTHING, Probe, Tokens, Where
 
 @dataclass
 class Masked(Tokens):
-    """All rows (B, N, D) are computed; those that have stopped keep their value and are no keys. Differentiable."""
+    """All rows (B, N, D) are computed; rows that stopped keep their value and are not keys. Differentiable."""
 
     live: Tensor = None  # type: ignore[assignment]  # (B, N) bool
     gate: Tensor | None = None  # (B, N): 1 for live, 0 for halted, with the gradient of all soft decisions so far
-    whole: bool = True  # no row can have stopped yet, so nothing is masked and attention is at its fastest
+    whole: bool = True  # no row can have stopped yet, so attention needs no mask and is fastest
 
     @staticmethod
     def start(x_BND: Tensor, prefix: int) -> Masked:
@@ -84,7 +87,7 @@ class Masked(Tokens):
     def nearest(self, keep: Tensor) -> Tensor:
         assert self.probed.keys is not None
         patch = self.live & ~self.is_prefix
-        into: Tensor = self._quick(nearest_ref)(self.probed.keys.detach(), patch & keep, patch & ~keep)
+        into: Tensor = self._compiled(nearest_ref)(self.probed.keys.detach(), patch & keep, patch & ~keep)
         return into
 
     def rows_of(self, place: Tensor) -> Tensor:
@@ -94,14 +97,16 @@ class Masked(Tokens):
         return torch.where(self.live, into, self.alone if self.leader is None else self.leader)
 
     def joined(self, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
-        merged: tuple[Tensor, Tensor] = self._quick(merge_ref)(self.x, weight, into)
+        merged: tuple[Tensor, Tensor] = self._compiled(merge_ref)(self.x, weight, into)
         return merged
 
-    def _quick(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return _compiled(function) if self.compiling else function
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, compiled if this forward pass compiles its parts."""
+        return _compile(function) if self.compiling else function
 
     @property
     def _live_first(self) -> Tensor:
+        """(B, N): the order of tokens with the live ones first."""
         return (~self.live).to(torch.uint8).argsort(dim=-1, stable=True)
 
     @property
@@ -143,12 +148,12 @@ class Masked(Tokens):
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
 def _reorder(values: Tensor, order_BN: Tensor) -> Tensor:
-    """(B, N, ...) along the second axis."""
+    """Values (B, N, ...) in this order along the second axis."""
     if values.dim() > 2:
         order_BN = order_BN[..., None].expand(*order_BN.shape, values.shape[-1])
     return values.gather(1, order_BN)

@@ -1,6 +1,6 @@
 """Method and Verdict: how a paper's idea tells the loop which tokens go on.
 
-A method is one file in `dwindle/methods`. It is found by itself; nothing else needs an edit.
+A method is one file in `dwindle/methods`. It registers itself, so no other file needs an edit.
 """
 
 from __future__ import annotations
@@ -29,39 +29,42 @@ if TYPE_CHECKING:
 
 @dataclass
 class Verdict:
-    """What a method says after a block, all on rows."""
+    """A method's decision after a block. Values are on rows."""
 
-    keep: Tensor | None  # bool: which rows go on; None: nothing is decided here
-    weight: Tensor | None = None  # share of this block's output in the token's result; None: the last state counts
+    keep: Tensor | None  # bool: which rows go on; None: all, as nothing is decided after this block
+    weight: Tensor | None = None  # weight of this block's output in the token's result; None: the last state counts
     gate: Tensor | None = None  # 1 for rows that go on, else 0, with the gradient of all soft decisions so far
-    merge: Merge | None = None  # which rows that stop are merged with which that go on; None: they are gone
-    rows: Rows | None = None  # the rows that go on as a list, where a kernel has made it beside `keep`
+    merge: Merge | None = None  # how rows that stop are merged into rows that go on; None: they are not merged
+    rows: Rows | None = None  # the rows that go on as a list, where a kernel made it together with `keep`
     record: dict[str, Tensor] = field(default_factory=dict)  # values for the trace
-    exit: Tensor | None = None  # (B, classes): logits read at this depth, for the trace
+    exit: Tensor | None = None  # (B, classes): logits of an exit at this depth, for the trace
 
 
 class Method(nn.Module):
-    """Constructor arguments are the configuration and are kept under their own names. The annotation of each says what
-    it may be, and `checked` refuses the rest. Parameters and buffers are the only tensors here: values per token are
-    in `tokens.notes`."""
+    """A paper's rule for which tokens go on.
+
+    Constructor arguments are the configuration and are kept as attributes of the same names. Each argument's annotation
+    says which values are allowed, and `checked` refuses others. The only tensors here are parameters and buffers;
+    values per token are in `tokens.notes`.
+    """
 
     registry: ClassVar[dict[str, type[Method]]] = {}
     paper: ClassVar[str] = ""
-    # The attribute that sets the cost after training, the cheapest and the dearest of its values.
+    # The name of the attribute that sets the cost after training, its cheapest value and its most expensive value.
     operating_point: tuple[str, float, float] | None = None
-    renamed: ClassVar[dict[str, str]] = {}  # options as older checkpoints call them, and what they are called
-    per_image_point: bool = False  # it reads `operating_value`, so each image of a batch may have its own
+    renamed: ClassVar[dict[str, str]] = {}  # option names of older checkpoints -> the names of these options
+    per_image_point: bool = False  # the method reads `operating_value`, so each image of a batch may have its own
     keeps_prefix: bool = False  # all prefix tokens go on to the end, unless other depths are forced
-    judges_answers: ClassVar[bool] = False  # it decides by the class probabilities so far
-    asks_attention: bool = False  # its losses read the teacher's attention
-    asks_features: bool = False  # and its features
-    needs_training: ClassVar[bool] = True  # its decisions mean nothing before it has been trained
-    rival: ClassVar[bool] = False  # it is there to be compared with
-    variants: ClassVar[tuple[str, ...]] = ()  # constructors with other settings, which take a budget too
-    trained: bool = False  # it has been in training, here or before it was loaded
-    held: bool = False  # so has its budget
-    told: bool = False  # that one of these is not so
-    progress: float = 1.0  # share of the training done; the training loop sets it, ramps read it
+    judges_answers: ClassVar[bool] = False  # the method decides by the class probabilities so far
+    asks_attention: bool = False  # the method's losses read the teacher's attention
+    asks_features: bool = False  # the method's losses read the teacher's features
+    needs_training: ClassVar[bool] = True  # the method's decisions mean nothing before training
+    rival: ClassVar[bool] = False  # the method is a baseline to compare others with
+    variants: ClassVar[tuple[str, ...]] = ()  # names of other constructors, which take a budget too
+    trained: bool = False  # the method was trained, here or before it was loaded
+    held: bool = False  # training or calibration held the method's budget
+    warned: bool = False  # `tell_unready` has warned already
+    progress: float = 1.0  # the share of training that is done; the training loop sets it, ramps read it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -70,89 +73,91 @@ class Method(nn.Module):
             cls.__init__ = checked(cls.__init__)  # type: ignore[method-assign]
 
     def bind(self, shape: Shape) -> None:
-        """Called once by `adapt`, when the backbone is known: check settings against it, build what depends on it."""
+        """Check the settings against the backbone and build what depends on its shape. `adapt` calls this once."""
         self.shape = shape
 
     def seen(self, images: Tensor) -> Tensor:
-        """(B, C, height, width): what the model is given in the place of these images, of any size in whole patches.
-        Where depths are forced it is given the images themselves."""
+        """(B, C, height, width): the images that the model computes, which may be smaller than `images`; both sides are
+        multiples of the patch. Where depths are forced the model computes the images themselves."""
         return images
 
     def seen_size(self, image: tuple[int, int]) -> tuple[int, int]:
-        """Height and width of what the model is given in the place of an image of this size."""
+        """Height and width that `seen` gives an image of this height and width."""
         return image
 
     def start(self, tokens: Tokens) -> Tokens:
-        """Before the first block: lay down notes."""
+        """The tokens before the first block, with the method's first notes."""
         return tokens
 
     def probe(self, depth: int) -> Probe:
-        """What block `depth` (from 0) shall leave behind in `tokens.probed`."""
+        """What block `depth` (from 0) records in `tokens.probed`."""
         return Probe()
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
-        """After block `depth` (from 0)."""
+        """The verdict after block `depth` (from 0)."""
         raise NotImplementedError
 
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
-        """The method's own loss terms, unweighted. `teacher` is a static model's output for the batch, with its
-        attention in the trace if `asks_attention` (in training the mean over blocks, at each of them), and its
-        features if `asks_features`."""
+        """The method's own loss terms, unweighted.
+
+        teacher: a static model's output for the batch. Its trace holds the attention if `asks_attention` (in training
+        every block holds the mean over blocks), and it has features if `asks_features`.
+        """
         return {}
 
     def exit_weights(self, trace: Trace) -> Tensor | None:
-        """(L, B): how much the answer read at each depth counts in the task loss. None: the last one alone."""
+        """(L, B): the weight of each depth's answer in the task loss. None: only the last answer counts."""
         return None
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """total = task + sum of weight * term."""
+        """The weight of each loss term: total = task + sum of weight * term."""
         return {}
 
     def hold_budget(self, cost: Tensor) -> None:
-        """After each training batch, which cost this share of the static model's: move what holds the budget."""
+        """Adjust what holds the budget, after each training batch. cost: the batch's share of the static cost."""
 
     def operating_value(self, tokens: Tokens, name: str) -> Any:
-        """The method's setting `name`; on rows, where it is the operating point and each image was given its own."""
-        turned = self.operating_point is not None and self.operating_point[0] == name
-        given = tokens.notes.get("operating_point") if turned else None
-        return getattr(self, name) if given is None else given
+        """The setting `name`. If it is the operating point and each image was given its own: its values on rows."""
+        is_operating_point = self.operating_point is not None and self.operating_point[0] == name
+        on_rows = tokens.notes.get("operating_point") if is_operating_point else None
+        return getattr(self, name) if on_rows is None else on_rows
 
     def check_settings(self) -> None:
-        """Refuse a setting turned to NaN, which is in no order: every token would stop at it, or none. Numbers on a GPU
-        are not looked at, as each look waits for it."""
-        given: dict[str, float] = {name: value for name, value in vars(self).items() if isinstance(value, float)}
-        for name, held in (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)):
-            if type(held) in (Tensor, nn.Parameter) and held.device.type == "cpu" and held.numel() == 1:
-                given[name] = held.item()
-        for name, value in given.items():
+        """Refuse a setting that became NaN: every comparison with it is false, so all tokens would stop, or none.
+        Numbers on a GPU are not checked, because reading them would wait for the GPU."""
+        numbers: dict[str, float] = {name: value for name, value in vars(self).items() if isinstance(value, float)}
+        for name, tensor in (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)):
+            if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and tensor.numel() == 1:
+                numbers[name] = tensor.item()
+        for name, value in numbers.items():
             require(value == value, f"{name} = nan", f"at it {type(self).__name__} decides nothing; set it to a number")
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
-        """Multiply-accumulates the method itself adds after block `depth`, for images with that many live tokens."""
+        """Multiply-accumulates that the method adds after block `depth`, for images with this many live tokens."""
         return torch.zeros_like(tokens)
 
     def tell_unready(self) -> None:
-        """Warn once that the method has learnt nothing yet, or does not keep the budget it was given."""
-        if self.told or not self.needs_training or torch.compiler.is_compiling():
+        """Warn once if the method was never trained, or if its budget was never held."""
+        if self.warned or not self.needs_training or torch.compiler.is_compiling():
             return
         name, budget = type(self).__name__, getattr(self, "budget", None)
         if not self.trained:
             kinds = sorted(self.registry.items())
-            ready = ", ".join(kind for kind, made in kinds if not made.needs_training and kind != "Static")
-            why = (
+            ready = ", ".join(name for name, kind in kinds if not kind.needs_training and name != "Static")
+            message = (
                 f"{name} has not been trained: what it answers, and what that costs, means nothing yet. Train it, or "
                 f"take a method that needs no training ({ready})."
             )
         elif budget is not None and not self.held and type(self).hold_budget is not Method.hold_budget:
-            why = (
+            message = (
                 f"{name} was trained, but its budget of {budget} was never held, so it costs what chance gave. Call "
                 "model.hold_budget(out) after every training step, or now dwindle.calibrate(model, images, budget)."
             )
         else:
             return
-        self.told = True
-        warnings.warn(why, stacklevel=3)
+        self.warned = True
+        warnings.warn(message, stacklevel=3)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -160,7 +165,7 @@ class Method(nn.Module):
 
     @classmethod
     def from_config(cls, options: dict[str, Any]) -> Self:
-        """The method of a saved `config`, also of a version in which options had other names."""
+        """The method with the options of a saved `config`, which may come from a version with other option names."""
         return cls(**{cls.renamed.get(name, name): value for name, value in options.items()})
 
     def extra_repr(self) -> str:
@@ -168,30 +173,30 @@ class Method(nn.Module):
 
 
 def ways() -> dict[str, type[Method]]:
-    """The kind of method by each name that a user may give: its own, or with a constructor's: 'ToMe.for_features'."""
+    """The method class of every name a user may give: the class's own, or with a variant: 'ToMe.for_features'."""
     kinds = sorted(Method.registry.items())
-    return {way: kind for name, kind in kinds for way in (name, *(f"{name}.{variant}" for variant in kind.variants))}
+    return {full: kind for name, kind in kinds for full in (name, *(f"{name}.{variant}" for variant in kind.variants))}
 
 
 def constructor(way: str) -> Callable[..., Method]:
-    """What makes the method of one of these names."""
+    """The class or class method that makes the method of this name, which is one of `ways`."""
     kind, variant = ways()[way], way.partition(".")[2]
     made: Callable[..., Method] = getattr(kind, variant) if variant else kind
     return made
 
 
 def brought_in(progress: float, ramp: float) -> float:
-    """0 to 1 over the first `ramp` of the training."""
+    """A number that rises from 0 to 1 over the first share `ramp` of the training. progress: the share that is done."""
     return min(1.0, progress / ramp) if ramp else 1.0
 
 
 def goal(budget: float | str, shape: Shape, share: float) -> float:
-    """The share of the static cost that training holds while so much of the budget is brought in."""
+    """The share of the static cost to hold in training: it goes from 1 to the budget as `share` goes from 0 to 1."""
     return 1 + (budget_share(budget, shape) - 1) * share
 
 
 def settings(owner: nn.Module) -> dict[str, Any]:
-    """Constructor arguments as they stand now, as JSON."""
+    """The present values of the constructor arguments, as JSON."""
     return {name: _plain(getattr(owner, name)) for name in parameters(type(owner))}
 
 
@@ -202,13 +207,13 @@ def _plain(value: Any) -> Any:
 
 
 def require(condition: bool, given: str, expected: str) -> None:
-    """A setting out of range, in one sentence."""
+    """Refuse a setting that is out of range, with a sentence of what was given and what is expected."""
     if not condition:
         raise DwindleError(f"{given}: {expected}.")
 
 
 def check_stages(stages: tuple[int, ...], shape: Shape) -> None:
-    """A decision needs a block before it, and saves something only if a block follows."""
+    """Refuse stages outside 1..L-1: a decision needs a block before it, and saves something only if a block follows."""
     fits = bool(stages) and stages[0] >= 1 and stages[-1] <= shape.blocks - 1
     require(fits, f"stages = {stages}", f"tokens leave after blocks 1..{shape.blocks - 1} of this backbone")
 
@@ -216,7 +221,7 @@ def check_stages(stages: tuple[int, ...], shape: Shape) -> None:
 def log_gaussian(centre: Tensor, blocks: int, sigma: float) -> Tensor:
     """AHT-ViT Eq. 3: log P(l), P proportional to exp(-(l - centre)^2 / (2 sigma^2)) over l = 1..L, on a new first axis.
 
-    In logarithms, as a plan that lies far off has a probability too small for floating point.
+    It is a logarithm because far from the centre the probability itself is too small for floating point.
     """
     layers = torch.arange(1, blocks + 1, device=centre.device, dtype=centre.dtype)
     layers = layers.view(-1, *[1] * centre.dim())
@@ -224,8 +229,8 @@ def log_gaussian(centre: Tensor, blocks: int, sigma: float) -> Tensor:
 
 
 def halting_verdict(tokens: Tokens, before: Tensor, score: Tensor, keep: Tensor) -> Verdict:
-    """ACT's and A-ViT's Eq. 6-7: this state's share in a token's result is the token's score if it goes on, and the
-    remainder if it stops."""
+    """The verdict of ACT and A-ViT (Eq. 6-7): the weight of this state in a token's result is the token's score if it
+    goes on, and the remainder if it stops. before: the sum of the token's earlier scores."""
     remainder = (1 - before).clamp_min(0)  # Eq. 6
     # Eq. 7. A token kept past a sum of 1 (class token, raised threshold, forced depth) has no probability left.
     probability = torch.where(keep, torch.minimum(score, remainder), remainder)
@@ -233,7 +238,7 @@ def halting_verdict(tokens: Tokens, before: Tensor, score: Tensor, keep: Tensor)
 
 
 def ponder_cost(trace: Trace) -> Tensor:
-    """A-ViT Eq. 8, N + R: N is constant, the remainder at the exit carries the gradient."""
+    """A-ViT Eq. 8, N + R, averaged over tokens. N is constant; the remainder R at the exit carries the gradient."""
     exits = trace.depth
     at_exit = torch.arange(1, trace.blocks + 1, device=exits.device)[:, None, None] == exits
     return (exits + (trace.stack("remainder") * at_exit).sum(0)).mean()
@@ -242,7 +247,7 @@ def ponder_cost(trace: Trace) -> Tensor:
 def surviving(hazard: Tensor) -> Tensor:
     """prod_{j <= l} (1 - h_j) over the first axis.
 
-    By logarithms: the backward pass of cumprod looks for zeros on the GPU, and waits for the answer.
+    It adds logarithms, because the backward pass of cumprod looks for zeros and so waits for the GPU.
     """
     return (1 - hazard).clamp_min(1e-12).log().cumsum(0).exp()
 
@@ -251,7 +256,8 @@ def halting_distribution(scores: Tensor, live: Tensor, kind: str = "act") -> Ten
     """(L, B, N) scores h of live tokens -> (L, B, N) probability that a token halts exactly at l; sums to 1 over l.
 
     'act' (A-ViT Eq. 6-7): p_l = h_l below the exit N, and the remainder 1 - sum h at N.
-    'hazard': h_l is the chance to halt at l of a token that came so far, p_l = h_l prod_{j<l} (1 - h_j), the rest at N.
+    'hazard': h_l is the probability to halt at l given that the token got there: p_l = h_l prod_{j<l} (1 - h_j) below
+    the exit N, and the rest at N.
     """
     live_f = live.to(scores.dtype)
     last = live_f - torch.cat([live_f[1:], torch.zeros_like(live_f[:1])])  # 1 at the exit layer
@@ -264,6 +270,6 @@ def halting_distribution(scores: Tensor, live: Tensor, kind: str = "act") -> Ten
 
 
 def halting_kl(actual: Tensor, log_target: Tensor) -> Tensor:
-    """KL(actual || target) over the first axis. Where `actual` is 0, so are its term and that term's gradient."""
+    """KL(actual || target) over the first axis. Where `actual` is 0, the term and its gradient are 0 too."""
     log_actual = torch.where(actual > 0, actual, 1.0).log()
     return (actual * (log_actual - log_target)).sum(0)

@@ -1,4 +1,4 @@
-"""AdaptiveViT, the one loop; adapt(), the one verb. The whole forward path is here."""
+"""AdaptiveViT with the one loop over blocks, and adapt(), which makes one. The whole forward path is in this file."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ LAYOUTS: dict[str, type[Masked] | type[Packed]] = {"masked": Masked, "packed": P
 
 @dataclass(repr=False)
 class Output:
-    """What a model says of a batch. Also read as `out["logits"]`, and as the tuple (loss, logits), or (logits,)."""
+    """A model's output for a batch. It can be read as `out["logits"]`, and as the tuple (loss, logits) or (logits,)."""
 
-    logits: Tensor  # (B, classes); of a head for patches (B, P, outputs)
+    logits: Tensor  # (B, classes), or (B, P, outputs) from a head for patches
     trace: Trace
-    features: Tensor  # (B, N, D): every token; one that stopped early has what it was given back
-    loss: Tensor | None = None  # where labels were given
+    features: Tensor  # (B, N, D): the final state of every token; see `GiveBack` for tokens that stopped early
+    loss: Tensor | None = None  # None: no labels were given
 
     def __getitem__(self, key: str | int | slice) -> Any:
         if isinstance(key, str):
@@ -62,8 +62,8 @@ class AdaptiveViT(Face):
         dense_head: PatchHead | None = None,
         give_back: GiveBack | None = None,
     ) -> None:
-        """dense_head: answers for each patch, in the place of the model's own head. give_back: what tokens that stopped
-        early get at the end; None: the state of the token they joined, or their own."""
+        """dense_head: answers for each patch, in the place of the model's own head. give_back: how tokens that stopped
+        early get a state at the end; None: the state of the token they were merged into, or else their own."""
         super().__init__()
         self.backbone: Backbone = backbone_of(vit)
         self.dense_head = self.backbone.head = dense_head
@@ -79,8 +79,8 @@ class AdaptiveViT(Face):
         self.vit = vit
         self.method = method
         self.layout: str | None = None  # None: masked while training, packed in eval
-        self.inside = False  # whether it stands in a larger model, and answers exactly as the wrapped model does
-        self.checks = True  # whether answers are looked at for NaN; on a GPU each look waits for it
+        self.inside = False  # part of a larger model: the answer is exactly what the wrapped model returns
+        self.checks = True  # check answers for NaN; on a GPU each check waits for it
         self.backbone.install()
 
     def forward(
@@ -94,16 +94,18 @@ class AdaptiveViT(Face):
         labels: Tensor | None = None,
         **options: Any,
     ) -> Output:
-        """`depths` (B, N) forces when each token stops: scores are still computed, only the outcome is replaced.
+        """The output for a batch of images.
 
-        operating_point: (B,) the method's setting for each image, so that images with other budgets share a batch.
+        depths: (B, N) the block after which each token stops. Scores are still computed, only the outcome is replaced.
 
-        layout: 'masked' or 'packed'. None: masked while training, packed in eval. What computes faster than these is
-        for weights that stay: `prepare`.
+        operating_point: (B,) the method's setting for each image, so that images with different budgets share a batch.
 
-        pixel_values, labels, options: images, what they show, and whatever else a Hugging Face model is called with, by
-        its names; its own class of answers comes back, which has `trace` and `features` too. With labels `out.loss` is
-        there, and while training the call is a whole step's: it holds the budget too.
+        layout: 'masked' or 'packed'. None: masked while training, packed in eval. For weights that no longer change,
+        `prepare` makes a faster copy.
+
+        pixel_values, labels, options: images, labels and whatever else a Hugging Face model takes, by its names. The
+        model's own class of answers is returned, with `trace` and `features` added. With labels the answer has `loss`,
+        and while training the call also adjusts the budget, as a whole training step does.
         """
         images = self.check_images(self.backbone.given(pixel_values if images is None else images, options))
         start = self.beginning(layout, depths is not None)
@@ -112,7 +114,7 @@ class AdaptiveViT(Face):
             out = answered(self, images, start, options, depths=depths, operating_point=operating_point)
         elif self.inside and not torch.compiler.is_compiling():
             answer: Output = Call(self, images, start)("__call__", images, **options)
-            return answer  # in truth whatever the wrapped model returns, as the model around it wants
+            return answer  # not an Output: whatever the wrapped model returns, which the model around it expects
         else:
             check_options(self.vit, options)
             out, return_dict = self.run(images, start, depths, operating_point), True
@@ -122,16 +124,16 @@ class AdaptiveViT(Face):
             out = with_loss(out, loss)
             if self.training:
                 self.hold_budget(out)
-        told: Output = out if return_dict else out.to_tuple()
-        return told
+        result: Output = out if return_dict else out.to_tuple()
+        return result
 
     @property
     def speaks(self) -> bool:
-        """Whether the wrapped model's own classes of answers come back."""
+        """Whether calls return the wrapped model's own classes of answers."""
         return self.backbone.speaks and self.dense_head is None
 
     def beginning(self, layout: str | None = None, forced: bool = False) -> Start:
-        """What begins the layout of a call. forced: the depths of tokens are given."""
+        """The function that makes the tokens of a call's layout. forced: the caller gave the depths of tokens."""
         layout = layout or self.layout or ("masked" if self.training else "packed")
         if layout not in LAYOUTS:
             raise unknown("layout", layout, LAYOUTS)
@@ -148,7 +150,7 @@ class AdaptiveViT(Face):
         depths: Tensor | None = None,
         operating_point: Tensor | None = None,
     ) -> Output:
-        """Embed, the loop, read out. `start` begins the layout."""
+        """Embed the images, run the loop, read the answer out. start: makes the tokens of a layout (`beginning`)."""
         seen = self.method.seen(images) if depths is None else images
         with cutting(seen):
             embedded = self.backbone.embed(seen)
@@ -157,7 +159,7 @@ class AdaptiveViT(Face):
         return Output(self.backbone.logits(features if self.dense_head is None else whole), trace, whole)
 
     def whole(self, features_BND: Tensor, seen: Tensor, images: Tensor) -> Tensor:
-        """Of a smaller image too every token of the image itself comes back."""
+        """The features on the grid of `images`. They are interpolated if `seen`, which was computed, is smaller."""
         grid, own = self.backbone.grid(seen), self.backbone.grid(images)
         return features_BND if grid == own else regridded(features_BND, self.backbone.shape.prefix, grid, own)
 
@@ -172,9 +174,10 @@ class AdaptiveViT(Face):
         operating_point: Tensor | None = None,
         states: list[Tensor] | None = None,
     ) -> tuple[Tensor, Trace]:
-        """The loop over blocks: every token's state in the end, and what happened.
+        """The loop over blocks. Returns the final state of every token (B, N, D) and the trace.
 
-        seen: what was embedded of the images. states: a list which is given every token's state after each block, too.
+        seen: the images that were embedded (`Method.seen`). states: a list to which every block appends the states of
+        all tokens.
         """
         shape = self.backbone.shape
         tokens = start(embedded_BND, shape.prefix).changed(
@@ -200,13 +203,13 @@ class AdaptiveViT(Face):
         for depth, block in enumerate(self.backbone.blocks):
             probe = self.method.probe(depth)
             probe = probe._replace(keys=True) if nearest else probe
-            tokens = self.backbone.run(block, tokens, probe)  # only attention looks at neighbours
+            tokens = self.backbone.run(block, tokens, probe)
             verdict = self.method.step(depth, tokens)
             tokens.add_final(verdict.weight)
             trace.record(tokens, verdict.record, verdict.exit)
-            # It joins the nearest with no weight: that one stays as it is, and its state is what comes back.
+            # A token merged with weight 0 leaves the nearest token as it is, and gets that token's state at the end.
             merge = Merge(weight=tokens.numbers(0.0)) if nearest and verdict.merge is None else verdict.merge
-            # Masked: a gate closes. Packed: the list gets shorter.
+            # Masked: gates close. Packed: the list of live rows gets shorter.
             tokens = tokens.advance(verdict.keep, verdict.gate, merge, verdict.rows)
             if states is not None:
                 states.append(tokens.given_back(tokens.stream()))
@@ -220,15 +223,15 @@ class AdaptiveViT(Face):
 
     @property
     def classes(self) -> int:
-        """Of its head; 0: it has none."""
+        """The number of classes of the model's head; 0: it has no head."""
         return self.backbone.shape.classes
 
     def prepare(self, images: int | None = None, details: bool = False) -> PreparedViT:
-        """A copy for weights that stay, which answers as this machine computes fastest: `fast = model.prepare()`.
+        """A copy for inference, in the fastest form for this machine: `fast = model.prepare()`.
 
-        What happens to this model afterwards does not reach it: prepare again after training. images: how many it will
-        answer in all, about; for few of them a CPU records no graph. details: answers shall have features and what the
-        method wrote into the trace, too.
+        Later changes of this model do not reach the copy: prepare again after training. images: about how many images
+        the copy will answer in all; for few of them a CPU records no graph. details: answers also have features and the
+        values that the method wrote into the trace.
         """
         prepared: PreparedViT = family_of(self).prepare(self, images=images, details=details)
         return prepared
@@ -244,12 +247,13 @@ class AdaptiveViT(Face):
         weights: Tensor | None = None,
         **options: Any,
     ) -> dict[str, Tensor]:
-        """The task's cross-entropy, the method's terms, and their weighted sum under "total". Changes nothing: a budget
-        is held by `hold_budget`, once a step.
+        """The loss terms by name: the task's loss, the method's terms, and their weighted sum as "total". Nothing else
+        changes: call `hold_budget` once a step to hold a budget.
 
-        labels: (B,) classes, or (B, classes) shares. teacher: what a static model said of the batch; adds "distill" and
-        grounds methods that ask for it. options: those of `core.terms.loss_terms`. weights: of the terms, in their
-        order, where a recorded step reads them; None: as the method says, and of task and teacher as given here.
+        labels: (B,) classes, or (B, classes) probabilities. teacher: a static model's output for the batch; it adds the
+        term "distill", and some methods' terms read it. options: those of `core.terms.loss_terms`. weights: one per
+        term, in their order, as a tensor that a recorded training step reads; None: `label_weight`, `teacher_weight`
+        and the method's `loss_weights`.
         """
         terms = loss_terms(self, out, labels, teacher, **options)
         if weights is None:
@@ -260,15 +264,15 @@ class AdaptiveViT(Face):
         return terms | {"total": total}
 
     def hold_budget(self, out: Output) -> None:
-        """After a training step on this batch: what it cost moves the bar that holds the budget."""
+        """Adjust what holds the method's budget, after a training step on this batch."""
         self.method.hold_budget(self.cost(out.trace))
 
     def weights(self, label_weight: float = 1.0, teacher_weight: float = 1.0) -> dict[str, float]:
-        """Of the loss terms, by their names."""
+        """The weights of the loss terms, by their names."""
         return {"task": label_weight, "distill": teacher_weight} | self.method.loss_weights
 
     def states(self, out: Output) -> Tensor:
-        """(B, N, D): the features as the wrapped model gives them, after its last norm."""
+        """(B, N, D): the output's features after the wrapped model's last norm, which is how that model gives them."""
         return self.backbone.normed(out.features)
 
     @torch.no_grad()
@@ -278,18 +282,18 @@ class AdaptiveViT(Face):
         return macs if self.give_back is None else macs + self.give_back.macs(trace)
 
     def cost(self, trace: Trace) -> Tensor:
-        """What the images of the trace cost, as a share of the static model's."""
+        """The mean cost of the images of the trace, as a share of the static model's cost."""
         return (self.macs(trace).mean() / self.static_macs(trace)).float()
 
     def static_macs(self, trace: Trace | None = None) -> float:
-        """The same image with nothing halted."""
+        """Multiply-accumulates of one image with nothing halted. trace: gives the image size; None: the model's own."""
         shape = self.backbone.shape
         grid = None if trace is None else trace.whole or trace.grid
         image = None if grid is None else (grid[0] * shape.patch[0], grid[1] * shape.patch[1])
         return static_macs(shape, image)
 
     def with_method(self, method: Method) -> AdaptiveViT:
-        """These weights under another method. Both hold the same wrapped model, which stays adapted."""
+        """An adaptive model with another method, which shares this model's weights. The wrapped model stays adapted."""
         other = AdaptiveViT.__new__(type(self))
         nn.Module.__init__(other)
         state = {name: value for name, value in vars(self).items() if name not in vars(other)}
@@ -299,49 +303,51 @@ class AdaptiveViT(Face):
         other.give_back = self.give_back
         return other.train(self.training)
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **given: Any) -> None:
-        """Blocks run again in the backward pass, which takes time for memory. As Hugging Face's Trainer asks for it."""
-        self.backbone.checkpoint(given | (gradient_checkpointing_kwargs or {}))
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **options: Any) -> None:
+        """Run blocks again in the backward pass, which saves memory and costs time. Hugging Face's Trainer calls it."""
+        self.backbone.checkpoint(options | (gradient_checkpointing_kwargs or {}))
 
-    def activation_checkpointing_enable(self, activation_checkpointing_kwargs: Any = None, **given: Any) -> None:
-        """The same, as later versions of it call it."""
-        self.gradient_checkpointing_enable(activation_checkpointing_kwargs, **given)
+    def activation_checkpointing_enable(self, activation_checkpointing_kwargs: Any = None, **options: Any) -> None:
+        """`gradient_checkpointing_enable` under the name that later versions of the Trainer call."""
+        self.gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
 
     def unwrap(self) -> nn.Module:
-        """The wrapped model, as it was before `adapt` (its weights as trained since)."""
+        """Undo `adapt` and return the wrapped model, with its weights as trained since."""
         self.backbone.remove()
         return self.vit
 
     def check_images(self, images: Any) -> Tensor:
         """The images, if the model takes them."""
-        given: Tensor = check_tensor(images)
-        wanted = self.backbone.misfit(given)
-        if wanted is not None or not given.is_floating_point():
+        tensor: Tensor = check_tensor(images)
+        expected = self.backbone.misfit(tensor)
+        if expected is not None or not tensor.is_floating_point():
             raise DwindleError(
-                f"Images of shape {tuple(given.shape)} and type {given.dtype} do not fit this model; it takes floats"
-                f"{'' if wanted is None else ' ' + wanted}; resize the images or build the model with img_size=..."
+                f"Images of shape {tuple(tensor.shape)} and type {tensor.dtype} do not fit this model; it takes floats"
+                f"{'' if expected is None else ' ' + expected}; resize the images or build the model with img_size=..."
             )
-        check_dtype(given, next(self.vit.parameters()).dtype)
+        check_dtype(tensor, next(self.vit.parameters()).dtype)
         self.backbone.check_heard()
         if self.checks and not (self.training or torch.compiler.is_compiling()):
             self.method.check_settings()
-        return given
+        return tensor
 
-    def check_operating_point(self, given: Tensor, images: int) -> None:
+    def check_operating_point(self, values: Tensor, images: int) -> None:
+        """Refuse an operating point that is not one number per image, and NaN in it."""
         method = type(self.method).__name__
-        if not self.method.per_image_point or given.shape != (images,):
+        if not self.method.per_image_point or values.shape != (images,):
             takes = "does" if self.method.per_image_point else "has one setting for the whole batch"
             raise DwindleError(
-                f"operating_point of shape {tuple(given.shape)} for {images} images: give one number per image, and to "
-                f"a method that takes them ({method} {takes})."
+                f"operating_point of shape {tuple(values.shape)} for {images} images: give one number per image, and "
+                f"to a method that takes them ({method} {takes})."
             )
-        looks = self.checks and not torch.compiler.is_compiling()
-        if looks and not (given.is_cuda and torch.cuda.is_current_stream_capturing()) and given.isnan().any():
+        can_read = self.checks and not torch.compiler.is_compiling()
+        if can_read and not (values.is_cuda and torch.cuda.is_current_stream_capturing()) and values.isnan().any():
             raise DwindleError(f"operating_point holds NaN, at which no token of {method} would go on; give numbers.")
 
     def check_logits(self, logits: Tensor, images: Tensor) -> None:
+        """Refuse NaN in logits, with its cause."""
         if not self.checks or torch.compiler.is_compiling() or (self.training and logits.is_cuda):
-            return  # on a GPU in training this look would cost a synchronisation; there the loss says it
+            return  # in training on a GPU this check would cost a synchronisation; there the loss shows NaN
         check_finite(logits, images, self, self.training)
 
 
@@ -368,10 +374,10 @@ def adapt(
 ) -> Any:
     """Make a vision transformer adaptive: `adapt(timm.create_model("deit_small_patch16_224"), AHT())`.
 
-    dense_head: answers for each patch, in the place of the model's own head. give_back: what tokens that stopped early
-    get at the end; None: the state of the token they joined, or their own.
-    inside: the name of the vision transformer in a larger model, which comes back with that part adaptive and is called
-    as before: `adapt(clip, ToMe(r=8), inside="vision_model")`.
+    dense_head: answers for each patch, in the place of the model's own head. give_back: how tokens that stopped early
+    get a state at the end; None: the state of the token they were merged into, or else their own.
+    inside: the name of the vision transformer in a larger model. That part becomes adaptive, and the larger model is
+    returned and called as before: `adapt(clip, ToMe(r=8), inside="vision_model")`.
     """
     if isinstance(vit, AdaptiveViT):
         raise DwindleError("This model is adaptive already; unwrap() it first to adapt it with another method.")

@@ -1,4 +1,7 @@
-"""The packed layout: only live rows exist. Shapes: B images, N tokens per image, T live tokens of all, D width."""
+"""The packed layout: only live rows exist.
+
+Shapes: B images, N tokens per image, T live tokens of all images, D width.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from .tokens import NOTHING, Probe, Tokens, Where
 
 @dataclass
 class Packed(Tokens):
-    """Only live rows exist: (T, D), image after image. A row is moved once, when it stops."""
+    """Live rows (T, D), image after image. A row that stops is moved out once, to `stopped`."""
 
     flat_index: Tensor = None  # type: ignore[assignment]  # (T,) position b * N + n of each row, ascending
     lengths: list[int] = field(default_factory=list)  # live rows of each image
@@ -65,12 +68,13 @@ class Packed(Tokens):
         return dense_BN.flatten()[self.flat_index]
 
     def image_sum(self, rows: Tensor) -> Tensor:
-        if not rows.is_cuda:  # there one sum over all is faster than one for each image
+        if not rows.is_cuda:
             return torch.stack([part.sum(0) for part in rows.split(self.lengths)])
+        # On a GPU one sum over all rows is faster than one for each image.
         return rows.new_zeros(self.shape[0], *rows.shape[1:]).index_add(0, self.image, rows)
 
     def image_mean(self, rows: Tensor) -> Tensor:
-        if not rows.is_cuda:  # one mean for each image: rounded as if it were alone
+        if not rows.is_cuda:  # one mean for each image, so that it is rounded as if the image were alone
             parts = rows.split(self.lengths)
             return torch.stack([part.mean(0) if len(part) else part.new_zeros(part.shape[1:]) for part in parts])
         count = torch.tensor([max(length, 1) for length in self.lengths], device=rows.device)
@@ -90,12 +94,12 @@ class Packed(Tokens):
 
     @property
     def _within(self) -> Tensor:
-        """(T,) how many rows of its image come before each."""
+        """(T,) how many rows of the same image come before each row."""
         return torch.arange(len(self.flat_index), device=self.flat_index.device) - self._first[self.image]
 
     @property
     def _slot(self) -> Tensor:
-        """(T,) where each row sits in a padded (B * n) list."""
+        """(T,) the index of each row in a padded list (B * n)."""
         return self.image * max(self.lengths) + self._within
 
     def nearest(self, keep: Tensor) -> Tensor:
@@ -154,14 +158,13 @@ class Packed(Tokens):
         return joined.move(keep.argsort(descending=True, stable=True), count)
 
     def move(self, order: Tensor, count: int) -> Packed:
-        """Only the first `count` rows of this order; the others are put aside."""
+        """The tokens with only the first `count` rows of this order. The other rows move to `stopped`."""
         going = order[:count]
         x, flat_index = self.x.index_select(0, order), self.flat_index.index_select(0, order)
         value = x if self.value is self.x else self.value.index_select(0, order)
-        one = self.shape[0] == 1
-        lengths = (
-            [count] if one else torch.bincount(flat_index[:count] // self.shape[1], minlength=self.shape[0]).tolist()
-        )
+        images, tokens = self.shape
+        one = images == 1
+        lengths = [count] if one else torch.bincount(flat_index[:count] // tokens, minlength=images).tolist()
         return self.changed(
             x=x[:count],
             notes={name: note.index_select(0, going) for name, note in self.notes.items()},

@@ -1,4 +1,7 @@
-"""A block taken apart for the runtimes, and whether it is what its library wrote: only then may it be."""
+"""The parts of a block, for the runtimes, and the check that nothing was added to what its library wrote.
+
+A runtime computes a block from its parts only if that check passes.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..ops.int8 import Int8Linear
-from .run import OURS, attention_forward
+from .run import INSTALLED_HOOKS, attention_forward
 
 
 @dataclass(frozen=True)
 class BlockParts:
-    """A plain pre-norm block taken apart: x + scale1 * proj(attention(qkv(norm1 x))), then the MLP likewise."""
+    """The layers of a plain pre-norm block: x + scale1 * proj(attention(qkv(norm1 x))), then the MLP likewise."""
 
     norm1: nn.LayerNorm
     qkv: tuple[nn.Linear, ...]  # one layer, or three
@@ -31,7 +34,7 @@ class BlockParts:
 
 
 def activation_name(module: Any) -> str | None:
-    """The activation's name in the kernels; None if they have none, or if it is a user's class."""
+    """The kernels' name of the activation; None if they do not have it, or if it is a user's class."""
     if type(module) is nn.GELU:
         return "gelu" if module.approximate == "none" else "gelu_tanh"
     if not of_a_library(type(module)):
@@ -50,30 +53,30 @@ def activation_name(module: Any) -> str | None:
     return named.get(type(module).__name__)
 
 
-LINEAR = (nn.Linear, Int8Linear)  # the kinds a runtime knows
-RECORDS = "transformers.utils.output_capturing"  # hooks of it hear, where they are told to, and change nothing
+LINEAR = (nn.Linear, Int8Linear)  # the classes of linear layers that a runtime can compute
+CAPTURE_MODULE = "transformers.utils.output_capturing"  # its hooks record outputs and change nothing
 LIBRARIES = ("torch", "timm", "transformers", "dwindle")
 
 
 def of_a_library(kind: Any) -> bool:
-    """Whether a class or a function is none of the user's."""
+    """Whether a class or a function comes from one of LIBRARIES and not from a user."""
     return (kind.__module__ or "").partition(".")[0] in LIBRARIES
 
 
 def replaced(module: nn.Module) -> bool:
-    """Whether the module has a forward of its own, which is not the one that `install` gives it."""
+    """Whether a user replaced the module's forward. The forward that `install` puts there does not count."""
     own = vars(module).get("forward")
     return own is not None and getattr(own, "func", None) is not attention_forward
 
 
 def as_written(block: nn.Module) -> bool:
-    """Whether nothing was added to a block since its class was written: no hook but ours, no forward of its own, no
-    class of a user's, no weight that computes something, and no dropout at work.
+    """Whether a block computes what its library wrote: no hooks but ours, no replaced forward, no class of a user, no
+    special parameter class, and no active dropout.
     """
     for module in block.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if (
-            any(hook not in OURS and hook.__module__ != RECORDS for hook in hooks)
+            any(hook not in INSTALLED_HOOKS and hook.__module__ != CAPTURE_MODULE for hook in hooks)
             or replaced(module)
             or not of_a_library(type(module))
         ):

@@ -1,4 +1,4 @@
-"""Several processes as one: sums and means over all ranks. Without a process group each is what it is alone."""
+"""Sums and means over all ranks of a process group. Without a group the process is the only rank."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from ..errors import DwindleError
 
 
 def together() -> bool:
+    """Whether this process is in a group of several."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def world() -> int:
+    """The number of ranks."""
     return dist.get_world_size() if together() else 1
 
 
 def rank() -> int:
+    """The rank of this process."""
     return dist.get_rank() if together() else 0
 
 
 def started() -> int:
-    """How many processes `torchrun` started, whether or not they have met."""
+    """How many processes `torchrun` started, whether or not they are in a group yet."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def join(device: str | None = None) -> str | None:
-    """Meet the other processes of a `torchrun`, if there are any; the device this one shall use."""
+    """Form a group with the other processes of a `torchrun`, if there are any. Returns the device for this process."""
     if started() == 1:
         return device
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -43,13 +46,13 @@ def join(device: str | None = None) -> str | None:
     if gpu:
         torch.cuda.set_device(local)
     if not dist.is_initialized():
-        place = torch.device("cuda", local) if gpu else None
-        dist.init_process_group("nccl" if gpu else "gloo", device_id=place)
+        device_id = torch.device("cuda", local) if gpu else None
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=device_id)
     return f"cuda:{local}" if gpu else "cpu"
 
 
 def apart(device: str) -> tuple[str, int]:
-    """Of processes that torchrun started: this one works alone from here on. Its device, and its number among them."""
+    """Leave the processes that `torchrun` started, so that this one works alone. Returns its device and its rank."""
     rank, local = int(os.environ.get("RANK", "0")), os.environ.get("LOCAL_RANK", "0")
     if started() > 1:
         for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -59,11 +62,13 @@ def apart(device: str) -> tuple[str, int]:
 
 
 def leave() -> None:
+    """End the process group, if there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def wait() -> None:
+    """Wait until all ranks are here."""
     if together():
         dist.barrier()
 
@@ -90,19 +95,20 @@ def total(value: Tensor) -> Tensor:
 
 
 def mean(value: Tensor) -> Tensor:
+    """Mean over ranks, with its gradient."""
     return total(value) / world()
 
 
 def share(part: Tensor, count: Tensor) -> Tensor:
-    """This rank's part of sum(part) / sum(count) over all ranks; the mean over ranks of it is that ratio.
+    """A number whose mean over ranks is sum(part) / sum(count) over all ranks.
 
-    Ranks' losses are averaged, so a mean over live tokens, of which ranks have unequal numbers, is written like this.
+    Losses are averaged over ranks. Ranks have unequal numbers of live tokens, so a mean over tokens needs this form.
     """
     return part / mean(count.detach().to(part.dtype)).clamp_min(1e-9)
 
 
 def gathered(value: Any) -> list[Any]:
-    """One object of every rank, in order."""
+    """The values of all ranks, in order. value: any object that can be pickled."""
     if not together():
         return [value]
     values: list[Any] = [None] * world()

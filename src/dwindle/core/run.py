@@ -1,7 +1,7 @@
-"""One block at work on tokens, and what is caught while its family's own forward runs.
+"""The run of one block on tokens, and what is caught while the family's own forward runs.
 
 Three things are caught: the call of `scaled_dot_product_attention`, the output of the MLP's first linear layer, and
-stochastic depth in a pack.
+stochastic depth in the packed layout.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..errors import DwindleError
+from ..ops.half import AttentionMode
 from .packed import Packed
 from .tokens import Probe, Probed, Tokens
 
@@ -24,79 +24,72 @@ Turned = Callable[[Tensor, Tensor, Tokens], tuple[Tensor, Tensor]]
 
 
 class Run:
-    """One block at work: its rows, what it is asked to leave behind, and what was caught on the way."""
+    """One run of a block: the tokens it computes, the probe, and what was caught."""
 
     def __init__(self, tokens: Tokens, probe: Probe, turned: Turned | None = None) -> None:
-        """turned: what positions make of queries and keys, where the family's own forward is not told of positions."""
+        """turned: applies rotary positions to queries and keys, where the family's own forward does not."""
         self.tokens, self.probe, self.turned = tokens, probe, turned
         self.neuron: Tensor | None = None
-        self.of_attention = Probed()  # what the probe asks of attention
+        self.attention_probe = Probed()  # the part of `probed` that comes from attention
         self.called = False  # the block's own forward ran
-        self.attended = False
+        self.attended = False  # attention was called
 
     @property
     def probed(self) -> Probed:
-        return Probed(self.neuron, self.of_attention.attention, self.of_attention.keys)
+        return Probed(self.neuron, self.attention_probe.attention, self.attention_probe.keys)
 
-    def calling(self, block: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
-        """The block's forward as part of this run."""
+    def wrapped(self, block: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+        """The block's forward with this run as the current one of the thread."""
 
         def call(x: Tensor) -> Tensor:
-            _now.run, self.called = self, True
+            _current.run, self.called = self, True
             try:
                 out = block(x)
             finally:
-                _now.run = None
+                _current.run = None
             x_out: Tensor = out[0] if isinstance(out, tuple) else out
             return x_out
 
         return call
 
 
-GRAPHS = 64  # that blocks may be compiled to, all of a process together
+GRAPHS = 64  # the most graphs that blocks may be compiled to in one process
 
 
-class _Now(threading.local):
-    """What is in progress in this thread. Thread-local: one model may serve several threads."""
+class _Current(threading.local):
+    """The state of this thread. It is thread-local because one model may serve several threads."""
 
-    run: Run | None = None
+    run: Run | None = None  # the run in progress
     compiled: bool = False  # blocks run compiled
 
 
-_now = _Now()
+_current = _Current()
 
 
 def compiled_now() -> bool:
-    return _now.compiled
+    """Whether this thread runs blocks compiled."""
+    return _current.compiled
 
 
 @contextmanager
 def compiling(wanted: bool) -> Iterator[None]:
-    """Blocks that this thread runs in here run compiled: one graph, which all blocks of a model share."""
-    before, _now.compiled = _now.compiled, wanted
-    # A graph for each way tokens can come (whole, masked, gated, probed) and each size of batch, not for every block.
-    more = torch._dynamo.config.patch(recompile_limit=GRAPHS) if wanted else nullcontext()
+    """A context in which this thread runs blocks compiled: one graph, which all blocks of a model share."""
+    before, _current.compiled = _current.compiled, wanted
+    # There is a graph for each state of the tokens (whole, masked, gated, probed) and each batch size, not per block.
+    limit = torch._dynamo.config.patch(recompile_limit=GRAPHS) if wanted else nullcontext()
     try:
-        with more:
+        with limit:
             yield
     finally:
-        _now.compiled = before
+        _current.compiled = before
 
 
-class _Core(TorchFunctionMode):
-    """Hands the attention core to the tokens; every other call passes."""
+class _TokensAttention(AttentionMode):
+    """Passes calls of scaled_dot_product_attention to the tokens of a run."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
-        self.work = run
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        return self.attend(*args, **kwargs)
+        self.run = run
 
     def attend(
         self,
@@ -109,67 +102,69 @@ class _Core(TorchFunctionMode):
         scale: float | None = None,
         **_: Any,
     ) -> Tensor:
-        tokens, bias = self.work.tokens, attn_mask
-        if is_causal or (bias is not None and not _of_pairs(bias, tokens)):
+        tokens, bias = self.run.tokens, attn_mask
+        if is_causal or (bias is not None and not _is_pair_bias(bias, tokens)):
             raise DwindleError(
                 "This model masks its own attention, and only bidirectional attention can be adapted, plain or with a "
                 "bias for each pair of an image's tokens; give a model without a mask."
             )
         if bias is not None:
             bias = bias.to(q.dtype)
-        if self.work.turned is not None:
-            q, k = self.work.turned(q, k, tokens)
-        if not self.work.attended:  # of a block that attends several times, the first
-            self.work.of_attention = tokens.look(self.work.probe, q, k, scale, bias)
-        self.work.attended = True
+        if self.run.turned is not None:
+            q, k = self.run.turned(q, k, tokens)
+        if not self.run.attended:  # a block may attend several times; the probe reads the first
+            self.run.attention_probe = tokens.probe_attention(self.run.probe, q, k, scale, bias)
+        self.run.attended = True
         return tokens.attend(q, k, v, pair_bias=bias, dropout_p=dropout_p, scale=scale)
 
 
-def _of_pairs(bias: Tensor, tokens: Tokens) -> bool:
-    """Whether it is added to the scores of all pairs of tokens, of every image or of each: (1 or B, 1 or H, N, N)."""
+def _is_pair_bias(bias: Tensor, tokens: Tokens) -> bool:
+    """Whether `bias` holds a number for each pair of an image's tokens: floats (1 or B, 1 or H, N, N)."""
     images, count = tokens.shape
     fits = bias.dim() == 4 and bias.shape[0] in (1, images) and tuple(bias.shape[2:]) == (count, count)
     return fits and bias.is_floating_point()
 
 
 def attention_forward(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The module's own forward, with the attention core handed to the tokens of the run in progress."""
+    """The module's own forward, in which the tokens of the run in progress compute scaled_dot_product_attention."""
     forward = type(attention).forward
-    if _now.run is None:
+    if _current.run is None:
         return forward(attention, *args, **kwargs)
-    with _Core(_now.run):
+    with _TokensAttention(_current.run):
         return forward(attention, *args, **kwargs)
 
 
 def catch_probe(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-    run = _now.run
+    """Forward hook of the MLP's first linear layer: keeps the neuron that the probe asks for."""
+    run = _current.run
     if run is not None and run.probe.neuron is not None:
         neuron = _neuron(run.probe, module, args[0], output)
         run.neuron = neuron[0] if isinstance(run.tokens, Packed) else neuron
 
 
 def _neuron(probe: Probe, layer: Any, x: Tensor, out: Tensor) -> Tensor:
-    """The neuron that a method asked for, of a linear layer that made `out` from `x`."""
+    """The values of the probe's neuron. out: what the linear layer made of `x`."""
     index = probe.neuron
     assert index is not None
     if not (probe.detach and torch.is_grad_enabled()):
-        return out[..., index].clone()  # a view would keep the whole hidden layer in memory
+        return out[..., index].clone()  # not a view, which would keep the whole hidden layer in memory
     bias = None if layer.bias is None else layer.bias[index : index + 1]
     return F.linear(x.detach(), layer.weight[index : index + 1], bias)[..., 0]
 
 
 def is_drop_path(module: nn.Module) -> bool:
+    """Whether the module is a library's stochastic depth."""
     return type(module).__name__.endswith("DropPath") and hasattr(module, "drop_prob")
 
 
 def drop_per_image(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-    """A stock DropPath sees a pack (1, T, D) as one sample and drops all images at once: draw per image instead."""
-    run = _now.run
+    """Forward hook of a DropPath: draws per image. By itself it takes packed rows (1, T, D) for one image."""
+    run = _current.run
     if run is None or not isinstance(run.tokens, Packed) or not module.training or not module.drop_prob:
         return None
-    kept = 1.0 - module.drop_prob
-    drawn = torch.empty(run.tokens.shape[0], device=output.device).bernoulli_(kept)
-    return args[0] * (run.tokens.per_image(drawn / kept)[None, :, None]).to(output.dtype)
+    keep_prob = 1.0 - module.drop_prob
+    mask_B = torch.empty(run.tokens.shape[0], device=output.device).bernoulli_(keep_prob)
+    return args[0] * (run.tokens.per_image(mask_B / keep_prob)[None, :, None]).to(output.dtype)
 
 
-OURS = (catch_probe, drop_per_image)  # hooks of `install`
+INSTALLED_HOOKS = (catch_probe, drop_per_image)  # the hooks that `Backbone.install` registers

@@ -1,4 +1,4 @@
-"""The terms of a model's loss: the task's, a teacher's, and its method's own."""
+"""The terms of a model's loss: the task's, the teacher's, and the method's own."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def loss_terms(
 ) -> dict[str, Tensor]:
     """The loss terms, unweighted.
 
-    answers: (B, ...) what the task reads of the model; None: its logits.
-    task_loss: of answers and targets, a number per image; None: the cross-entropy with labels.
-    teacher_loss: of answers and the teacher's, a number per image; None: what `distill` says.
+    answers: (B, ...) the outputs that the task's loss reads; None: the logits.
+    task_loss: a loss of (answers, labels), one number per image; None: the cross-entropy with labels.
+    teacher_loss: a loss of (answers, the teacher's logits), one number per image; None: the one that `distill` names.
 
-    distill: 'soft', KL(teacher || student); 'hard', cross-entropy with the teacher's answer; 'token', the same on
-    the distillation token's own head, while the class token's learns from the labels (DeiT).
+    distill: 'soft', KL(teacher || student); 'hard', cross-entropy with the teacher's class; 'token', the same for the
+    head of the distillation token, while the head of the class token learns from the labels (DeiT).
     """
     if task_loss is None:
         check_labels(model, labels, out.logits)
@@ -45,8 +45,8 @@ def loss_terms(
         if distill not in DISTILLATIONS:
             raise unknown("distillation", distill, DISTILLATIONS)
         teacher_loss = partial(distill_loss, kind=distill, temperature=temperature)
-    read = [out.logits if answers is None else answers]
-    heads = (out.logits, out.logits)
+    outputs = [out.logits if answers is None else answers]  # one, or one per depth
+    distilled = outputs
     weights = model.method.exit_weights(out.trace)
     if weights is not None and teacher is not None and distill == "token":
         raise DwindleError(
@@ -54,24 +54,24 @@ def loss_terms(
             "once; distil with distill='soft' or 'hard'."
         )
     if weights is not None:
-        read = _exits(model, out, answers)
+        outputs = distilled = _exits(model, out, answers)
     elif teacher is not None and distill == "token":
-        heads = model.backbone.answers(out.features)
-        read = [heads[0]]
+        by_class, by_token = model.backbone.answers(out.features)
+        outputs, distilled = [by_class], [by_token]
 
     def mean(loss: Callable[[Tensor], Tensor], answers: list[Tensor]) -> Tensor:
-        """Of a loss per image, over images, and over depths where each has an answer of its own."""
+        """The mean over images of a loss per image; for answers of several depths their weighted sum."""
         losses = torch.stack([loss(answer) for answer in answers])
         return (losses if weights is None else weights[: len(losses)] * losses).sum(0).mean()
 
-    terms = {"task": mean(lambda a: task_loss(a, labels), read)}
+    terms = {"task": mean(lambda a: task_loss(a, labels), outputs)}
     if teacher is not None and teacher.logits is not None:
-        taught = [heads[1]] if distill == "token" else read
-        terms["distill"] = mean(lambda a: teacher_loss(a, teacher.logits), taught)
+        terms["distill"] = mean(lambda a: teacher_loss(a, teacher.logits), distilled)
     return terms | model.method.losses(out, teacher)
 
 
 def _exits(model: AdaptiveViT, out: Output, answers: Tensor | None) -> list[Tensor]:
+    """The logits of every depth. A task that reads other outputs than logits is refused."""
     if answers is not None:
         raise DwindleError(
             f"{type(model.method).__name__} learns from the logits of every depth, and this task reads something "
@@ -81,6 +81,7 @@ def _exits(model: AdaptiveViT, out: Output, answers: Tensor | None) -> list[Tens
 
 
 def check_labels(model: AdaptiveViT, labels: Tensor, logits: Tensor) -> None:
+    """Refuse labels of another type, shape or range than the logits need."""
     images, classes = logits.shape
     if not isinstance(labels, Tensor) or labels.dtype == torch.bool or labels.is_complex():
         kind = labels.dtype if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
@@ -96,7 +97,7 @@ def check_labels(model: AdaptiveViT, labels: Tensor, logits: Tensor) -> None:
             f"Labels of shape {tuple(labels.shape)} and type {labels.dtype} do not fit {images} images; give whole "
             f"numbers ({images},), or shares of the {classes} classes as floats ({images}, {classes})."
         )
-    # On a GPU this look would cost a synchronisation; there the data was checked when it was opened.
+    # On a GPU this check would cost a synchronisation, and `io` checked the data when it opened them.
     if (
         torch.compiler.is_compiling()
         or labels.is_cuda

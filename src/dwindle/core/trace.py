@@ -1,4 +1,4 @@
-"""Trace: what happened at each block. Losses, cost, figures and the demo read this and nothing else."""
+"""Trace: what happened at each block. Losses, cost, figures and the demo read only this."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .tokens import Tokens, Where
 
 @dataclass(repr=False)
 class Trace:
-    """Filled by the loop: for each block which tokens were live in it, and the values that the method recorded."""
+    """Which tokens were live in each block, and the values that the method recorded there. The loop fills it."""
 
     shape: tuple[int, int]  # B, N
     prefix: int
@@ -20,11 +20,12 @@ class Trace:
     blocks: int
     lives: list[Where] = field(default_factory=list)
     values: list[dict[str, Tensor]] = field(default_factory=list)
-    exits: list[Tensor] = field(default_factory=list)  # (B, classes) logits at each depth, where a method reads them
-    whole: tuple[int, int] | None = None  # the grid of the images themselves, where smaller ones were looked at
-    _live: Tensor | None = None  # kept once made; functools' cached_property takes a lock, which cannot be compiled
+    exits: list[Tensor] = field(default_factory=list)  # (B, classes) logits at each depth, for methods with exits
+    whole: tuple[int, int] | None = None  # the grid of the images themselves, if smaller ones were computed
+    _live: Tensor | None = None  # a cache; functools.cached_property takes a lock, which cannot be compiled
 
     def record(self, tokens: Tokens, values: dict[str, Tensor], exit: Tensor | None = None) -> None:
+        """Add a block: its live tokens, the method's values on rows, and the logits of an exit."""
         self.lives.append(tokens.where)
         self.values.append(values)
         if exit is not None:
@@ -54,7 +55,7 @@ class Trace:
         return self.live.sum(-1)
 
     def stack(self, name: str, fill: float = 0.0) -> Tensor:
-        """(L, B, N): what the method wrote under `name` at every block; `fill` where a token was not live."""
+        """(L, B, N): the values that the method recorded as `name` at each block; `fill` where a token was not live."""
         if not any(name in values for values in self.values):
             raise KeyError(f"this trace holds no '{name}'; it holds {sorted({k for v in self.values for k in v})}")
         empty = torch.full(self.shape, fill, device=self.live.device)
@@ -62,7 +63,7 @@ class Trace:
         return self._stack([w.dense_rows(v[name], fill) if name in v else empty for w, v in pairs], fill)
 
     def _stack(self, dense: list[Tensor], fill: float) -> Tensor:
-        """One dense (B, N) per block, also for blocks that were not run because no token was live."""
+        """(L, B, N): one of `dense` (B, N) per block, and `fill` for blocks that did not run as no token was live."""
         return torch.stack([*dense, *[torch.full_like(dense[0], fill)] * (self.blocks - len(dense))])
 
     @property
@@ -81,12 +82,12 @@ class Trace:
 
     @property
     def patches(self) -> Tensor:
-        """(B, rows, columns): depth of the image's patches, for maps."""
+        """(B, rows, columns): the depth of each patch, for maps."""
         return self.depth[:, self.prefix :].view(-1, *self.grid)
 
     @property
     def mean_depth(self) -> Tensor:
-        """(B,) mean over the tokens that each image was given: other images of the batch may have more."""
+        """(B,) mean depth over the tokens that each image began with; other images of the batch may have more."""
         depth = self.depth
         return depth.sum(-1) / (depth > 0).sum(-1).clamp_min(1)
 

@@ -16,19 +16,19 @@ from . import gated, half
 
 
 class Pairs(NamedTuple):
-    """Numbers for all pairs of an image's tokens, added to their scores, and which tokens the rows of a pack are."""
+    """A bias for each pair of an image's tokens, added to the scores, and the token of each packed row."""
 
     bias: Tensor  # (1 or B, 1 or H, N, N)
-    place_T: Tensor  # which of its image's N each row is
+    place_T: Tensor  # (T,) the place of each row's token in its image
 
     def of(self, images: list[int], place: Tensor) -> Tensor:
-        """(1 or b, H, n, n): the pairs of these images' rows, which are the tokens `place` (b, n), in their order."""
+        """(1 or b, H, n, n): the bias between the tokens `place` (b, n) of these images. place: in ascending order."""
         if place.shape[1] == self.bias.shape[-1]:
             return self.bias if self.bias.shape[0] == 1 else self.bias[images]
         return self.gathered(images, place)
 
     def gathered(self, images: list[int], place: Tensor) -> Tensor:
-        """The same for tokens in any order, with a number for each image."""
+        """(1 or b, H, n, n): as `of`, for tokens in any order."""
         bias = self.bias if self.bias.shape[0] == 1 else self.bias[images]
         if len(images) == 1:
             return bias.index_select(-2, place[0]).index_select(-1, place[0])
@@ -38,7 +38,7 @@ class Pairs(NamedTuple):
         return torch.stack([one[:, r, k] for one, r, k in zip(bias, rows, keys)])
 
     def each(self, lengths: Sequence[int]) -> list[Tensor]:
-        """(1, H, n, n) of each image that has rows."""
+        """The bias (1, H, n, n) of each image that has rows. lengths: the number of rows of each image."""
         places = self.place_T.split(list(lengths))
         return [self.of([image], place[None]) for image, place in enumerate(places) if len(place)]
 
@@ -69,10 +69,12 @@ def attend_masked(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Every row (B, H, N, E) attends to the live rows of its image. bias: added to a key's scores (a gate e^bias).
-    pair_bias: (1 or B, 1 or H, N, N) added to each score."""
-    # In an image without live rows the softmax would be over nothing, which is NaN, also in the backward pass. The
-    # caller does not read its rows, so they may as well attend to everything.
+    """`attend_ref` by one fused call: every row (B, H, N, E) attends to the live rows of its image.
+
+    bias: added to the scores of a key, which is a gate of e^bias. pair_bias: (1 or B, 1 or H, N, N).
+    """
+    # In an image without live rows the softmax would be NaN, in the backward pass too. Nobody reads such rows, so they
+    # attend to everything.
     mask = live_BN | ~live_BN.any(-1, keepdim=True)
     if bias_BN is not None:
         mask = bias_BN.to(q.dtype).masked_fill(~mask, -torch.inf)
@@ -96,12 +98,12 @@ def attend_gated(
 
     Attention is linear in the values: with values (g v, g) one fused call returns the numerator and the denominator
     of the definition, both divided by the same softmax sum. A gate of 0 still receives its gradient, so a token that
-    was put out can learn to come back.
+    halted can learn to go on.
     """
     if not dropout_p and pair_bias is None and gated.covers(q, k, v):
         return gated.attend(q, k, v, gate_BN, scale)
     gate = gate_BN[:, None, :, None].to(v.dtype)
-    # Fused kernels want a head size that is a multiple of 8: the gate comes as eight equal columns.
+    # Fused kernels need a head size that is a multiple of 8, so the gate is eight equal columns.
     columns = gate.expand(*v.shape[:-1], 8)
     both = torch.cat([v * gate, columns], -1)
     out = F.scaled_dot_product_attention(q, k, both, pair_bias, dropout_p=dropout_p, scale=scale)
@@ -121,8 +123,8 @@ def attend_packed(
 ) -> Tensor:
     """Rows (1, H, T, E), `lengths[i]` of them for image i: each image attends within itself.
 
-    Images of one length go through one call. Else, on a CPU, each has its own; on a GPU all go through one padded
-    call, since there a call costs more than the padding.
+    Images of equal length are computed in one call. Otherwise each image has its own call on a CPU, and on a GPU all
+    images have one padded call, because there a call costs more than the padding.
     """
     sizes = [n for n in lengths if n]
     if not sizes:
@@ -158,7 +160,8 @@ def class_attention(
     scale: float | None = None,
     pair_bias: Tensor | None = None,
 ) -> Tensor:
-    """(B, N): each token's share of the class token's attention (without one: of all tokens'), mean over heads."""
+    """(B, N): each token's share of the class token's attention, mean over heads. Without a prefix (prefix = 0): its
+    share of the attention of all tokens."""
     queries = q[:, :, :1] if prefix else q
     scores = queries @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -178,7 +181,7 @@ def class_attention_packed(
     scale: float | None = None,
     pairs: Pairs | None = None,
 ) -> Tensor:
-    """(T,): `class_attention`, image by image."""
+    """(T,): `class_attention` of packed rows, computed image by image."""
     sizes = [n for n in lengths if n]
     biases = [None] * len(sizes) if pairs is None else pairs.each(lengths)
     return torch.cat(
@@ -200,6 +203,7 @@ def _attend_padded(
     dropout_p: float,
     scale: float | None,
 ) -> Tensor:
+    """`attend_packed` by one call, in which every image has as many rows as the longest."""
     going = [image for image, n in enumerate(lengths) if n]
     sizes = torch.tensor([lengths[image] for image in going], device=q.device)
     real = torch.arange(max(lengths), device=q.device) < sizes[:, None]  # (B, longest)

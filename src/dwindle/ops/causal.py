@@ -1,4 +1,4 @@
-"""Causal attention whose keys may count less than whole. `attend_causal_ref` is the definition.
+"""Causal attention with a weight for each key. `attend_causal_ref` is the definition.
 
 Shapes: B sequences, n new rows of each, m rows so far (the new ones last), H heads, E head size.
 """
@@ -31,14 +31,14 @@ def attend_causal_ref(q: Tensor, k: Tensor, v: Tensor, weight_Bm: Tensor | None 
 def attend_causal(
     q: Tensor, k: Tensor, v: Tensor, weight_Bm: Tensor | None = None, *, dropout_p: float = 0.0
 ) -> Tensor:
-    """The definition in one fused call. Keys and values may have fewer heads than queries.
+    """`attend_causal_ref` in one fused call. Keys and values may have fewer heads than queries.
 
-    A weight multiplies e_ij, so its logarithm is added to the score: as one more coordinate of the keys, which fused
-    kernels take (a mask per sequence would cost n m numbers), and through which the weight gets its gradient.
+    A weight multiplies e_ij, so its logarithm is added to the score. It is one more coordinate of the keys, through
+    which the weight gets its gradient: a mask per sequence would need n m numbers.
     """
     (_, n, heads, size), m = q.shape, k.shape[1]
     if weight_Bm is not None:
-        # Fused kernels want a head size that is a multiple of 8, the same for q, k and v.
+        # Fused kernels need a head size that is a multiple of 8, the same for q, k and v.
         q, k, v = (F.pad(t, (0, 8)) for t in (q, k, v))
         tiny = torch.finfo(weight_Bm.dtype).tiny
         bias = weight_Bm.clamp_min(tiny).log().to(k.dtype)[:, :, None] * size**0.5
@@ -47,7 +47,7 @@ def attend_causal(
     mask, causal = None, False
     if 1 < n < m:
         mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
-    elif n > 1:  # a branch, not an expression: where sizes are symbols, a fused call takes none for `is_causal`
+    elif n > 1:  # a branch and not an expression: with symbolic sizes that would be a symbol, which `is_causal` refuses
         causal = True
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -64,24 +64,24 @@ def attend_causal(
 
 @dataclass(frozen=True)
 class Queries:
-    """Where the T tokens with a query are. Those in the early half of a sequence are kept apart from those in the late
-    half, as they attend to no late key.
+    """The positions of the T tokens that have a query. Queries in the early half of a sequence attend to no late key,
+    so the two halves are computed separately.
 
-    Each half is padded to its sequence with the most queries; a padded place repeats a query of another sequence.
+    Each half is padded to the sequence with the most queries; padding repeats a query of another sequence.
     """
 
-    halves: tuple[Tensor, Tensor]  # (B, n) which of the T; each with an n of its own
-    flat_index: Tensor  # (T,) where each is among the early ones of all sequences followed by the late ones
+    halves: tuple[Tensor, Tensor]  # (B, n) indices of queries among the T; each half has its own n
+    flat_index: Tensor  # (T,) the index of each query in both padded halves one after the other
 
     @staticmethod
     def of(keep_BN: Tensor) -> Queries:
-        """Of the tokens (B, N) with `keep`; N >= 2, and at least one has a query."""
+        """The queries of the tokens (B, N) with `keep`. N >= 2, and at least one token has a query."""
         (batch, length), device = keep_BN.shape, keep_BN.device
-        rank = keep_BN.flatten().cumsum(0).view(batch, length) - 1  # which of the T a token is, if it has a query
+        rank = keep_BN.flatten().cumsum(0).view(batch, length) - 1  # the index among the T of a token with a query
         halves, places, before = [], [], 0
         for keep, ranks in zip(*(t.tensor_split([length // 2], 1) for t in (keep_BN, rank))):
             count = keep.sum(1, keepdim=True)
-            most = max(int(count.amax()), 2)  # for sizes of 0 and 1 other code would be compiled
+            most = max(int(count.amax()), 2)  # torch.compile would make other code for sizes 0 and 1
             first = ranks[:, -1:] - count + 1  # (B, 1)
             halves.append((first + torch.arange(most, device=device)).clamp(max=rank[-1, -1]))
             places.append(before + most * torch.arange(batch, device=device)[:, None] + ranks - first)
@@ -90,10 +90,9 @@ class Queries:
 
 
 def attend_queries(q_T: Tensor, place_T: Tensor, k: Tensor, v: Tensor, queries: Queries) -> Tensor:
-    """(T, H, E): what `attend_causal` gives tokens with queries (T, H, E) at positions (T,), computed for them alone.
+    """(T, H, E): `attend_causal` for the queries (T, H, E) at positions (T,) only.
 
-    For a CPU: there the fused call computes all scores of a short sequence even if it is causal, and a mask costs it
-    nothing.
+    It is for CPUs: there a causal fused call computes all scores of a short sequence anyway, and a mask costs nothing.
     """
     parts = []
     for rows, end in zip(queries.halves, (k.shape[1] // 2, k.shape[1])):

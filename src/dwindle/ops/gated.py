@@ -1,7 +1,7 @@
-"""Attention with gated keys as one operator with a backward of its own, for training on a GPU.
+"""Attention with gated keys as one operator with its own backward pass, for training on a GPU.
 
-The definition is `attention.py: attend_ref`. PyTorch's fused kernels know no gate with a gradient: `attend_gated` gets
-it from them by wider values, in three times the time.
+The definition is `attention.py: attend_ref`. PyTorch's fused kernels have no gate with a gradient: `attend_gated` gets
+it from them by wider values, which takes three times as long.
 """
 
 from __future__ import annotations
@@ -16,24 +16,18 @@ from .launch import Tile, available, interpreted, power_of_two, precision
 
 
 def covers(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """bf16 has the range of float32, so a ratio of any size can be one; larger heads do not fit the tiles."""
+    """Whether the kernels take these tensors: bf16, whose range holds any ratio e_ij / Z_i, and heads up to 128, as
+    larger ones do not fit the tiles."""
     half = q.dtype == k.dtype == v.dtype == torch.bfloat16
     return half and q.shape[-1] <= 128 and available(q)
 
 
-def forward_tile(size: int, dtype: torch.dtype) -> Tile:
-    return _tile(size, dtype, Tile(128, 32, 0, 4, 3))
-
-
-def queries_tile(size: int, dtype: torch.dtype) -> Tile:
-    return _tile(size, dtype, Tile(64, 64, 0, 4, 3))
-
-
-def keys_tile(size: int, dtype: torch.dtype) -> Tile:
-    return _tile(size, dtype, Tile(32, 128, 0, 4, 2))
+# The fastest tile of each kernel for heads up to 64.
+FORWARD, QUERIES, KEYS = Tile(128, 32, 0, 4, 3), Tile(64, 64, 0, 4, 3), Tile(32, 128, 0, 4, 2)
 
 
 def _tile(size: int, dtype: torch.dtype, best: Tile) -> Tile:
+    """The tile for heads of this size: `best`, or a smaller one that fits."""
     if interpreted():
         return Tile(16, 16, 0, 4, 1)
     if dtype == torch.float32 or size > 64:
@@ -44,6 +38,7 @@ def _tile(size: int, dtype: torch.dtype, best: Tile) -> Tile:
 def _launch(
     kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor, ...], scale: float, *strided: Tensor, tile: Tile
 ) -> None:
+    """Launch a kernel with `tensors`, then the scale, then the strides of `strided`, of which the first is q."""
     q = strided[0]
     _, heads, tokens, size = q.shape
     strides = [step for x in strided for step in x.stride()[:3]]
@@ -64,7 +59,7 @@ def _launch(
 
 
 def _like_rows(q: Tensor) -> Tensor:
-    """(B, H, N, E), which lies in memory as (B, N, H, E): how the layer after attention reads it."""
+    """An empty tensor (B, H, N, E) that is (B, N, H, E) in memory, as the layer after attention reads it."""
     images, heads, tokens, size = q.shape
     return q.new_empty(images, tokens, heads, size).transpose(1, 2)
 
@@ -73,7 +68,7 @@ def _like_rows(q: Tensor) -> Tensor:
 def _forward(q: Tensor, k: Tensor, v: Tensor, gate_BN: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     images, heads, tokens, size = q.shape
     out, norm = _like_rows(q), torch.empty(q.shape[:3], device=q.device)
-    tile = forward_tile(size, q.dtype)
+    tile = _tile(size, q.dtype, FORWARD)
     grid = (-(-tokens // tile.m), heads, images)
     _launch(gated_triton.forward_kernel, grid, (q, k, v, gate_BN, out, norm), scale, q, k, v, tile=tile)
     return out, norm
@@ -92,11 +87,11 @@ def _backward(
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dq, dk, dv = (_like_rows(q) for _ in range(3))
     dot, dgate = torch.empty_like(norm), torch.empty_like(norm)
-    tile = queries_tile(size, q.dtype)
+    tile = _tile(size, q.dtype, QUERIES)
     grid = (-(-tokens // tile.m), heads, images)
     by_query = (q, k, v, gate_BN, out, norm, dout, dq, dot)
     _launch(gated_triton.queries_kernel, grid, by_query, scale, q, k, v, out, dout, tile=tile)
-    tile = keys_tile(size, q.dtype)
+    tile = _tile(size, q.dtype, KEYS)
     grid = (-(-tokens // tile.n), heads, images)
     by_key = (q, k, v, gate_BN, norm, dot, dout, dk, dv, dgate)
     _launch(gated_triton.keys_kernel, grid, by_key, scale, q, k, v, dout, tile=tile)
@@ -110,7 +105,7 @@ def _(
     return _like_rows(q), _like_rows(q), _like_rows(q), torch.empty_like(gate_BN)
 
 
-def _remember(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, gate_BN, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, gate_BN, *output)
 
@@ -119,11 +114,11 @@ def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ..
     return *_backward(*ctx.saved_tensors, dout, ctx.scale), None
 
 
-_forward.register_autograd(_differentiate, setup_context=_remember)
+_forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, gate_BN: Tensor, scale: float | None = None) -> Tensor:
-    """`attend_ref`, with gradients for all it is given."""
+    """`attend_ref` by the kernels, with gradients for q, k, v and the gates."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return _forward(q, k, v, gate_BN.float().contiguous(), scale)[0]

@@ -19,19 +19,19 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import DwindleError
 
-FEW = 48  # keys, below which torch's fused attention is faster than two products
-STEP = 16  # numbers of queries and keys are multiples of it
+FEW = 48  # for fewer keys than this torch's fused attention is faster than two products
+STEP = 16  # `_attend_filled` pads the numbers of queries and keys to multiples of this
 CACHED = 4 << 20  # bytes of scores that stay in a core's cache from one product to the next
 PROBE = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
 
 
 @contextmanager
 def autocast(device: torch.device, enabled: bool) -> Iterator[None]:
-    """torch's, to bf16. On a CPU attention within it is `attend_products`, whose forward and backward pass together are
-    five times as fast."""
+    """torch.autocast to bf16. On a CPU attention within it is `attend_products`, whose forward and backward passes
+    together are five times as fast as torch's attention."""
     with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
         if enabled and device.type == "cpu":
-            with _Products():
+            with _ProductAttention():
                 yield
         else:
             yield
@@ -46,8 +46,9 @@ def attend_products(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention by two products and a softmax, with all scores in memory. In bf16 the scores are rounded to it, where a
-    fused kernel keeps them in float32. attn_mask: bool, with a key for each row, or numbers added to the scores.
+    """Attention by two products and a softmax, with all scores in memory. Inputs in bf16 have scores rounded to bf16,
+    where a fused kernel keeps them in float32. attn_mask: bool, with at least one key for each row, or numbers added to
+    the scores.
     """
     scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
     if is_causal:
@@ -66,9 +67,10 @@ def attend(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """torch's, of (B, H, N, E) with a bias (1 or B, 1 or H, 1 or N, N) added to the scores. In bf16 on a CPU, without
-    gradients, it is `attend_products`, which is twice as fast for an image of 197 tokens: for as many images at a time
-    as have their scores fit into the cache.
+    """Attention of (B, H, N, E) with a bias (1 or B, 1 or H, 1 or N, N) added to the scores, by torch's fused call.
+
+    In bf16 on a CPU without gradients it is two products as in `attend_products`, which is twice as fast for an image
+    of 197 tokens. They compute as many images at a time as have scores that fit into the cache.
     """
     plain = q.dtype != torch.bfloat16 or q.device.type != "cpu" or torch.is_grad_enabled()
     if plain or dropout_p or k.shape[-2] < FEW:
@@ -82,8 +84,8 @@ def attend(
 
 
 def _attend_filled(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
-    """`attend_products`, with queries and keys filled up to a multiple of STEP by entries that do not count: oneDNN
-    compiles code for each shape it meets, so shapes should be few.
+    """`attend_products` with queries and keys padded to a multiple of STEP by entries that do not count. oneDNN
+    compiles code for each shape, so there should be few shapes.
     """
     rows, keys = q.shape[-2], k.shape[-2]
     q, k, v = (F.pad(x, (0, 0, 0, -x.shape[-2] % STEP)) for x in (q, k, v))
@@ -94,12 +96,21 @@ def _attend_filled(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: 
     return (scores.softmax(-1) @ v)[..., :rows, :]
 
 
-class _Products(TorchFunctionMode):
+class AttentionMode(TorchFunctionMode):
+    """A context in which `attend` of a subclass computes `scaled_dot_product_attention`, with the same arguments."""
+
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self.attend(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class _ProductAttention(AttentionMode):
+    """Attention in bf16 by `attend_products`."""
 
     def attend(
         self,
@@ -112,11 +123,12 @@ class _Products(TorchFunctionMode):
         scale: float | None = None,
         **more: Any,
     ) -> Tensor:
-        given = (query, key, value, attn_mask, dropout_p, is_causal)
-        both = is_causal and attn_mask is not None  # which torch refuses
-        if both or any(more.values()) or query.dtype != torch.bfloat16:  # grouped heads; or no layer under autocast
-            return F.scaled_dot_product_attention(*given, scale=scale, **more)
-        return attend_products(*given, scale)
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+        refused = is_causal and attn_mask is not None  # torch raises an error for both
+        # torch also computes grouped heads (`more`), and queries of another type, which no autocast layer made.
+        if refused or any(more.values()) or query.dtype != torch.bfloat16:
+            return F.scaled_dot_product_attention(*arguments, scale=scale, **more)
+        return attend_products(*arguments, scale)
 
 
 def halves(device: torch.device, amp: bool, cpu_amp: bool) -> bool:
@@ -133,15 +145,15 @@ def no_bf16() -> str | None:
     if cpu_multiplies_bf16():
         return None
     if torch.cpu._is_avx512_bf16_supported():
-        mended = "one of Intel's may be mended by ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment"
-        return f"reports instructions for bf16 that end a process here; {mended}"
+        hint = "one of Intel's may be mended by ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment"
+        return f"reports instructions for bf16 that end a process here; {hint}"
     return "has no instructions to multiply in bf16"
 
 
 @cache
 def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has instructions for it that run. Another process tries: where a virtual machine reports AMX and
-    does not allow it, the first product ends the process.
+    """Whether this CPU's instructions for bf16 work. Another process tries them, because in a virtual machine that
+    reports AMX but does not allow it the first product ends the process.
     """
     if not torch.cpu._is_avx512_bf16_supported():
         return False

@@ -1,7 +1,7 @@
-"""Linear layers in int8, each row of the input on a scale of its own. `int8_linear_ref` is the definition.
+"""Linear layers in int8, with a scale for each row of the input. `int8_linear_ref` is the definition.
 
-A scale for the whole batch, as torch's dynamic quantisation has it, would make an image's result depend on its company.
-Sums of int8 products are whole numbers: they do not depend on the order they are added in.
+One scale for the whole batch, as in torch's dynamic quantisation, would make an image's result depend on the others in
+its batch. Sums of int8 products are integers, so they do not depend on the order of addition.
 """
 
 from __future__ import annotations
@@ -13,31 +13,33 @@ from torch import Tensor, nn
 
 from ..errors import DwindleError
 
-ROWS = 256  # at a time: what lies between the steps stays in the cache
+ROWS = 256  # computed at a time, so that intermediate values stay in the cache
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., K) -> int8 of the same shape, and the scale of each row (the value of a 1), (..., 1)."""
+    """(..., K) -> int8 of the same shape, and the scale of each row (..., 1), which is the value of an int8 of 1."""
     x = x if x.dtype == torch.float64 else x.float()  # half precision would round the largest to 128
-    one = x.abs().amax(-1, keepdim=True).clamp_min_(1e-30).div_(127)
-    return (x / one).round_().to(torch.int8), one
+    scale = x.abs().amax(-1, keepdim=True).clamp_min_(1e-30).div_(127)
+    return (x / scale).round_().to(torch.int8), scale
 
 
 def int8_linear_ref(x: Tensor, weight_NK: Tensor, scale_N: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b, where row n of W is scale_n times the int8 row, and x is rounded to int8 row by row."""
     rows, scale = quantize_rows(x)
     out = (rows.double() @ weight_NK.double().T).to(scale.dtype) * scale_N * scale
     return (out if bias is None else out + bias).to(x.dtype)
 
 
 def int8_linear(x: Tensor, weight_NK: Tensor, scale_N: Tensor, bias: Tensor | None) -> Tensor:
+    """`int8_linear_ref`, by int8 products on a CPU."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
         return int8_linear_ref(x, weight_NK, scale_N, bias)
     rows_TK = x.reshape(-1, x.shape[-1])
     out_TN = x.new_empty(len(rows_TK), len(weight_NK))
     parts = [(rows_TK, out_TN)] if len(rows_TK) <= ROWS else zip(rows_TK.split(ROWS), out_TN.split(ROWS))
     for rows, out in parts:
-        whole, scale = quantize_rows(rows)
-        sums = torch._int_mm(whole, weight_NK.T).float().mul_(scale)
+        quantized, scale = quantize_rows(rows)
+        sums = torch._int_mm(quantized, weight_NK.T).float().mul_(scale)
         if bias is None:
             torch.mul(sums, scale_N, out=out)
         else:
@@ -46,7 +48,7 @@ def int8_linear(x: Tensor, weight_NK: Tensor, scale_N: Tensor, bias: Tensor | No
 
 
 class Int8Linear(nn.Linear):
-    """`weight` is int8, and `scale` the value of a 1 in each of its rows."""
+    """A linear layer whose `weight` is int8. `scale` is the value of an int8 of 1 in each row of the weight."""
 
     scale: Tensor
 
@@ -59,6 +61,7 @@ class Int8Linear(nn.Linear):
     @staticmethod
     @torch.no_grad()
     def of(layer: nn.Linear) -> Int8Linear:
+        """The int8 form of a linear layer."""
         made = Int8Linear(layer.in_features, layer.out_features, layer.bias is not None)
         made.weight, scale = quantize_rows(layer.weight.float())
         made.scale = scale[:, 0]
@@ -76,13 +79,14 @@ class Int8Linear(nn.Linear):
 
 
 def is_int8(model: nn.Module) -> bool:
+    """Whether a model has linear layers in int8."""
     return any(isinstance(module, Int8Linear) for module in model.modules())
 
 
 def to_int8(model: Any) -> Any:
-    """The model itself, with its blocks' linear layers replaced."""
+    """Replace the linear layers of an adaptive model's blocks. Returns the model itself."""
     backbone = model.backbone
-    backbone.described = backbone.describe()  # while it still looks like what it is
+    backbone.described = backbone.describe()  # before layers are replaced, which `describe` would not know
     backbone.remove()
     for block in backbone.blocks:
         for owner in list(block.modules()):

@@ -1,4 +1,4 @@
-"""Whether Triton is here, and how kernels over rows are cut into tiles and launched."""
+"""Whether Triton is installed, and how kernels over rows are divided into tiles and launched."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     TRITON = True
-except ImportError:  # files of kernels are imported all the same, and what they define is never launched
+except ImportError:  # files with kernels are still imported, but their kernels are never launched
     TRITON = False
     triton = SimpleNamespace(jit=lambda function: function)  # type: ignore[assignment]
     tl = SimpleNamespace(constexpr=lambda value: value)  # type: ignore[assignment]
     gdc_launch_dependents = gdc_wait = None
 
-SPLIT = 64  # the largest head whose float32 attention is split: larger ones were not tried
+SPLIT = 64  # the largest head size for which `split_precision` was tried
 
 
 class Tile(NamedTuple):
+    """The sides of a kernel's tile: m rows, n columns, steps of k over the inner axis; and how it is launched."""
+
     m: int
     n: int
     k: int
     warps: int
     stages: int
-    persistent: int = 0  # programs per multiprocessor that stay for tile after tile; 0: a program for each tile
+    persistent: int = 0  # programs per multiprocessor, each of which computes many tiles; 0: a program for each tile
 
 
 def linear_tile(rows: int, out: int, inner: int, dtype: torch.dtype) -> Tile:
-    """How a linear layer is cut, as measured on an H200 (benchmarks/tiles.py): little work wants many programs, much of
-    it large tiles."""
+    """The tile of a linear layer, chosen by measurements on an H200 (benchmarks/tiles.py): many small programs are
+    fastest for little work, and large tiles for much work. rows: of the input; out, inner: the layer's sizes."""
     if interpreted():
         return _dividing(Tile(32, 32, 32, 4, 1, persistent=int(rows > 100 and out % 8 == inner % 8 == 0)), inner)
     width = min(out, inner)
-    work = rows * max(width, 384) // 384  # as many rows of a width of 384 are as much
+    work = rows * max(width, 384) // 384  # the number of rows of width 384 that are as much work
     if dtype == torch.float32:
         if work > 2048 and can_describe(out, inner):
             return Tile(128, 64, 32, 4, 3, persistent=2)
@@ -64,20 +66,22 @@ def linear_tile(rows: int, out: int, inner: int, dtype: torch.dtype) -> Tile:
 
 
 def _dividing(tile: Tile, inner: int) -> Tile:
-    """The tile with a depth that divides the layer's, where one does: then no load is masked."""
+    """The tile with a k that divides the inner size, if there is one; then no load needs a mask."""
     return next((tile._replace(k=k) for k in (128, 64, 32, 16) if k <= tile.k and inner % k == 0), tile)
 
 
 def norm_tile(rows: int) -> Tile:
+    """The tile of a LayerNorm over so many rows."""
     return Tile(2, 0, 0, 2, 1) if rows <= 2048 else Tile(4, 0, 0, 4, 1)
 
 
 def can_describe(out: int, inner: int) -> bool:
-    """Whether Hopper's copy engine takes rows of these sizes."""
+    """Whether tensor descriptors (Hopper's copy engine) support rows of these sizes."""
     return torch.cuda.get_device_capability() >= (9, 0) and out % 8 == inner % 8 == 0
 
 
 def attention_tile(longest: int, size: int, images: int, dtype: torch.dtype) -> Tile:
+    """The tile of attention: m queries and n keys. size: of a head."""
     if interpreted():
         return Tile(16, 16, 0, 4, 1)
     if dtype == torch.float32:
@@ -90,40 +94,41 @@ def attention_tile(longest: int, size: int, images: int, dtype: torch.dtype) -> 
 
 
 def interpreted() -> bool:
-    """Triton's kernels run as Python on the CPU: for tests."""
+    """Whether Triton runs kernels as Python on the CPU, which tests use."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def available(x: Tensor) -> bool:
-    """Whether kernels run on this tensor; where they do not, their definitions in plain PyTorch do."""
+    """Whether kernels run on this tensor. If not, callers use the definitions in plain PyTorch."""
     return TRITON and (x.is_cuda or interpreted())
 
 
 def power_of_two(least: int, floor: int = 2) -> int:
-    """The smallest that is not below either: Triton's tiles have such sides."""
+    """The smallest power of two that is at least both; `floor` is one. Triton's tiles need such sides."""
     return max(floor, 1 << (least - 1).bit_length())
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
+    """The number of multiprocessors of a GPU; a few for the CPU in tests."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def overlapping(x: Tensor, rows: int) -> dict[str, bool]:
-    """How kernels for so many rows are launched: from Hopper on, set up while the one before still runs; where they are
-    long this gains nothing, and the early ones are in the way."""
-    able = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return {"PDL": True, "launch_pdl": True} if able and rows <= 16384 else {"PDL": False}
+    """Launch options of kernels over this many rows. From Hopper on a kernel is set up while the one before still runs
+    (programmatic dependent launch, PDL). Long kernels gain nothing by it, and the programs set up early take space."""
+    supported = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if supported and rows <= 16384 else {"PDL": False}
 
 
 def precision(x: Tensor) -> str:
-    """Of products that decide, or that no tensor core can do: float32 is not to be rounded to fewer bits."""
+    """The precision of products on which decisions depend, or that tensor cores cannot compute: float32 stays exact."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
 def split_precision(x: Tensor, head: int = 0) -> str:
-    """Of a block's products, or of attention with heads of this size: float32 as three products of tensor cores on its
-    upper and lower bits. On an H200 DeiT-S's logits are no further from float64's for it, and it is three times as fast
-    (docs/engine.md)."""
-    able = x.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) >= (8, 0)
-    return "tf32x3" if x.dtype == torch.float32 and able and head <= SPLIT else precision(x)
+    """The precision of a block's products, or of attention with heads of this size: float32 becomes three products of
+    tensor cores on its upper and lower bits. On an H200 this is three times as fast, and DeiT-S's logits are no further
+    from those of float64 (docs/engine.md)."""
+    supported = x.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return "tf32x3" if x.dtype == torch.float32 and supported and head <= SPLIT else precision(x)

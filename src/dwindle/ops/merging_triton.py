@@ -1,12 +1,12 @@
-"""Triton kernels of `merging.py`, where their definitions and the meaning of every argument are."""
+"""Triton kernels of `merging.py`, which holds their definitions and the meaning of every argument."""
 
 from .launch import tl, triton
-from .rows_triton import meet
+from .rows_triton import wait_for_previous
 
 
 @triton.jit
 def mean_keys(qkv_ptr, entry, inside, H, E, BE: tl.constexpr):
-    """Keys of some entries, mean over heads, rounded as they are stored."""
+    """The keys of some entries, averaged over heads and rounded to the type of qkv."""
     e = tl.arange(0, BE)
     at = qkv_ptr + entry.to(tl.int64)[:, None] * (3 * H * E) + H * E + e[None, :]
     seen = inside[:, None] & (e < E)[None, :]
@@ -34,8 +34,8 @@ def nearest_key_kernel(
     BJ: tl.constexpr,
     BE: tl.constexpr,
 ):
-    """Of some rows of an image: which row each joins; -1: it stays, or there is none to join."""
-    meet(PDL)
+    """For some rows of an image the row into which each is merged; -1: it stays, or there is none."""
+    wait_for_previous(PDL)
     image = tl.program_id(1)
     start = tl.load(starts_ptr + image)
     length = tl.load(starts_ptr + image + 1) - start
@@ -54,15 +54,24 @@ def nearest_key_kernel(
             other = tl.load(rows_ptr + start + j, mask=j < length, other=0)
             stays = (j < length) & (tl.load(live_ptr + other, mask=j < length, other=0) != 0) & (other % N >= prefix)
             keys = mean_keys(qkv_ptr, start + j, stays, H, E, BE)
-            length_of = tl.maximum(tl.sqrt(tl.sum(keys * keys, 1)), 1e-12)
-            # The length of a row's own key does not change which key is most alike.
-            alike = tl.dot(mine, tl.trans(keys), input_precision=PRECISION) / length_of[None, :]
-            alike = tl.where(stays[None, :], alike, float("-inf"))
-            most, at = tl.max(alike, 1), tl.argmax(alike, 1)
+            norm = tl.maximum(tl.sqrt(tl.sum(keys * keys, 1)), 1e-12)
+            # The norm of a row's own key does not change which key is most similar.
+            similarity = tl.dot(mine, tl.trans(keys), input_precision=PRECISION) / norm[None, :]
+            similarity = tl.where(stays[None, :], similarity, float("-inf"))
+            most, at = tl.max(similarity, 1), tl.argmax(similarity, 1)
             better = most > best
             into = tl.where(better, tl.load(rows_ptr + start + begin + at, mask=better, other=0), into)
             best = tl.where(better, most, best)
     tl.store(into_ptr + row, tl.where(leaves, into, -1), mask=i < length)
+
+
+@triton.jit
+def joining(rows_ptr, into_ptr, size_ptr, start, length, j, row):
+    """Rows j of an image, whether each is merged into another, and its size as a weight if it is merged into `row`."""
+    other = tl.load(rows_ptr + start + j, mask=j < length, other=0)
+    into = tl.load(into_ptr + other, mask=j < length, other=-1)
+    size = tl.load(size_ptr + other, mask=(j < length) & (into >= 0), other=0.0)
+    return other, into >= 0, tl.where(into[None, :] == row[:, None], size[None, :], 0.0)
 
 
 @triton.jit
@@ -82,9 +91,9 @@ def merge_kernel(
     BJ: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Some staying rows of an image become means with the rows that join them. It can work in place, as each program
-    writes to its own rows, and of the others reads only those that leave, to which no program writes."""
-    meet(PDL)
+    """Replace some staying rows of an image by the mean with the rows that are merged into them. It works in place: a
+    program writes only its own rows, and the other rows it reads are leaving ones, which no program writes."""
+    wait_for_previous(PDL)
     image = tl.program_id(1)
     start = tl.load(starts_ptr + image)
     length = tl.load(starts_ptr + image + 1) - start
@@ -93,15 +102,12 @@ def merge_kernel(
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     if (tl.program_id(0) * BM >= staying) | (staying == length):
         return
-    row = tl.load(new_rows_ptr + new_start + i, mask=i < staying, other=-2)  # -2: nobody joins it
+    row = tl.load(new_rows_ptr + new_start + i, mask=i < staying, other=-2)  # -2: no row is merged into it
     own = tl.load(size_ptr + row, mask=i < staying, other=1.0)
     total = own
     for begin in range(0, length, BJ):
-        j = begin + tl.arange(0, BJ)
-        other = tl.load(rows_ptr + start + j, mask=j < length, other=0)
-        into = tl.load(into_ptr + other, mask=j < length, other=-1)
-        left = tl.load(size_ptr + other, mask=(j < length) & (into >= 0), other=0.0)
-        total += tl.sum(tl.where(into[None, :] == row[:, None], left[None, :], 0.0), 1)
+        _, _, weight = joining(rows_ptr, into_ptr, size_ptr, start, length, begin + tl.arange(0, BJ), row)
+        total += tl.sum(weight, 1)
     joined = (i < staying) & (total > own)
     if tl.max(joined.to(tl.int32), 0) == 0:
         return
@@ -112,17 +118,14 @@ def merge_kernel(
         acc = tl.load(x_at, mask=seen, other=0.0).to(tl.float32) * own[:, None]
         for begin in range(0, length, BJ):
             j = begin + tl.arange(0, BJ)
-            other = tl.load(rows_ptr + start + j, mask=j < length, other=0)
-            into = tl.load(into_ptr + other, mask=j < length, other=-1)
-            left = tl.load(size_ptr + other, mask=(j < length) & (into >= 0), other=0.0)
-            weight = tl.where(into[None, :] == row[:, None], left[None, :], 0.0)
-            theirs = tl.load(
+            other, leaves, weight = joining(rows_ptr, into_ptr, size_ptr, start, length, j, row)
+            other_x = tl.load(
                 x_ptr + other.to(tl.int64)[:, None] * D + d[None, :],
-                mask=(into >= 0)[:, None] & (d < D)[None, :],
+                mask=leaves[:, None] & (d < D)[None, :],
                 other=0.0,
             )
-            # TF32 loses nothing here: sizes are whole numbers, and values in half precision fit into it.
-            acc = tl.dot(weight, theirs.to(tl.float32), acc, input_precision=PRECISION)
+            # TF32 is exact here: sizes are integers, and values in half precision fit into it.
+            acc = tl.dot(weight, other_x.to(tl.float32), acc, input_precision=PRECISION)
         tl.store(x_at, (acc / total[:, None]).to(x_ptr.dtype.element_ty), mask=seen)
     tl.store(size_ptr + row, total, mask=joined)
     tl.store(bias_ptr + row, tl.log(total), mask=joined)

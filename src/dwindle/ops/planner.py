@@ -1,7 +1,7 @@
-"""AHT-ViT's planner and supervisor on live rows: a few launches where plain PyTorch takes dozens.
+"""AHT-ViT's planner and supervisor on live rows, in a few launches where plain PyTorch needs dozens.
 
-The definitions are the method's own lines (methods/aht.py); each `_ref` repeats them on the dense (B, N) tensors that
-the kernels write to.
+The definitions are lines of the method itself (methods/aht.py). Each `_ref` repeats them on the dense (B, N) tensors
+that the kernels write.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def image_mean_ref(x_BND: Tensor, rows: Rows) -> Tensor:
 
 
 def image_mean(x_BND: Tensor, rows: Rows) -> Tensor:
+    """`image_mean_ref` by a kernel."""
     if not available(x_BND):
         return image_mean_ref(x_BND, rows)
     images, _, width = x_BND.shape
@@ -45,23 +46,24 @@ def image_mean(x_BND: Tensor, rows: Rows) -> Tensor:
 
 
 class Plan(NamedTuple):
-    """What plans are made with: the planner's weights, its running moments, and the method's bar."""
+    """The inputs of a plan: the planner's weights, its running moments, and settings of the method."""
 
     token: Tensor  # (hidden, D)
     context: Tensor  # (hidden, D), for the mean over the image
     bias: Tensor  # (hidden)
     out: Tensor  # (hidden)
     shift: Tensor  # (1)
-    mean: Tensor
+    mean: Tensor  # of the planner's output, running
     deviation: Tensor
     bar: Tensor  # a scalar, or (B,)
     softness: float
-    layer: int
-    blocks: int
+    layer: int  # of the planner
+    blocks: int  # L
 
 
 def plan_ref(x_BND: Tensor, rows: Rows, mean_BD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """(B, N) each, on live rows: standing, that of relu(W x + C mean + b) . w + c; and the planned depth."""
+    """(B, N) each, on live rows: the standing, which is relu(W x + C mean + b) . w + c minus the running mean, over the
+    running deviation; and the planned depth, layer + (L - layer) sigmoid((standing - bar) / softness)."""
     images, tokens, width = x_BND.shape
     live = rows.live()
     context = mean_BD.float() @ plan.context.float().T + plan.bias.float()
@@ -77,6 +79,7 @@ def plan_ref(x_BND: Tensor, rows: Rows, mean_BD: Tensor, plan: Plan) -> tuple[Te
 
 
 def plan(x_BND: Tensor, rows: Rows, mean_BD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """`plan_ref` by a kernel."""
     if not available(x_BND) or len(plan.token) > 256:
         return plan_ref(x_BND, rows, mean_BD, plan)
     images, tokens, width = x_BND.shape
@@ -116,20 +119,21 @@ def plan(x_BND: Tensor, rows: Rows, mean_BD: Tensor, plan: Plan) -> tuple[Tensor
 
 
 class Halt(NamedTuple):
-    """How scores are made and the threshold their sums must reach. prefix: tokens that never halt."""
+    """The settings of scores, and the threshold at whose sum a token halts."""
 
     gamma: Tensor
     beta: Tensor
     follow: float
     layer: int
-    threshold: float | Tensor  # or (B,)
-    prefix: int
+    threshold: float | Tensor  # one for all images, or (B,)
+    prefix: int  # the number of tokens that never halt
 
 
 def halt_ref(
     probe_BN: Tensor, plan_BN: Tensor, sum_BN: Tensor, live_BN: Tensor, rule: Halt, forced_BN: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Rows]:
-    """Scores, their sums, and the rows that go on, as (B, N) and as a list."""
+    """(B, N) scores sigmoid(gamma (probe + follow (layer - plan)) + beta), their sums, which rows go on, and the list
+    of these. forced: the depths of tokens, which replace the decision."""
     score = torch.sigmoid(rule.gamma * (probe_BN.float() + rule.follow * (rule.layer - plan_BN)) + rule.beta)
     total = sum_BN + score
     limit = rule.threshold[:, None] if isinstance(rule.threshold, Tensor) else rule.threshold
@@ -143,6 +147,7 @@ def halt_ref(
 def halt(
     probe_BN: Tensor, plan_BN: Tensor, sum_BN: Tensor, live_BN: Tensor, rule: Halt, forced_BN: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Rows]:
+    """`halt_ref` by one kernel, or two for many images."""
     if not available(probe_BN):
         return halt_ref(probe_BN, plan_BN, sum_BN, live_BN, rule, forced_BN)
     images, tokens = probe_BN.shape
@@ -150,8 +155,8 @@ def halt(
     counts, starts, rows = (
         torch.empty(n, dtype=torch.int32, device=new.device) for n in (images, images + 1, new.numel())
     )
-    operating_value = isinstance(rule.threshold, Tensor)
-    # Rows of the images before are counted in few steps, as each step waits for memory.
+    per_image = isinstance(rule.threshold, Tensor)
+    # The rows of earlier images are counted in few steps, because each step waits for memory.
     earlier = min(power_of_two(max(images - 1, 1) * tokens), 16 if interpreted() else 8192) if few(images) else 2
     planner_triton.halt_kernel[(images,)](
         probe_BN,
@@ -169,13 +174,13 @@ def halt(
         rule.beta,
         float(rule.follow),
         rule.layer,
-        0.0 if operating_value else float(rule.threshold),
-        rule.threshold if operating_value else probe_BN,
+        0.0 if per_image else float(rule.threshold),
+        rule.threshold if per_image else probe_BN,
         images,
         tokens,
         rule.prefix,
         FORCED=forced_BN is not None,
-        PER_IMAGE=operating_value,
+        PER_IMAGE=per_image,
         LIST=few(images),
         BN=power_of_two(tokens),
         BB=earlier,

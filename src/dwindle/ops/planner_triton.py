@@ -1,12 +1,12 @@
-"""Triton kernels of AHT-ViT's planner and supervisor. Their definitions and the arguments' meaning: `planner.py`."""
+"""Triton kernels of AHT-ViT's planner and supervisor. `planner.py` holds their definitions and explains arguments."""
 
 from .launch import tl, triton
-from .rows_triton import meet
+from .rows_triton import wait_for_previous
 
 
 @triton.jit
 def image_mean_kernel(x_ptr, rows_ptr, starts_ptr, mean_ptr, D, PDL: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    meet(PDL)
+    wait_for_previous(PDL)
     image = tl.program_id(0)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     start = tl.load(starts_ptr + image)
@@ -43,14 +43,14 @@ def plan_kernel(
     N,
     K,
     H,
-    PER_IMAGE: tl.constexpr,  # a bar for each image
+    PER_IMAGE: tl.constexpr,  # there is a bar for each image
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     BM: tl.constexpr,
     BH: tl.constexpr,
     BK: tl.constexpr,
 ):
-    meet(PDL)
+    wait_for_previous(PDL)
     live = tl.load(count_ptr)
     begin = tl.program_id(0) * BM
     if begin >= live:
@@ -106,7 +106,7 @@ def supervise(
     FORCED: tl.constexpr,
     PER_IMAGE: tl.constexpr,
 ):
-    """Scores, their sums, and 1 for rows that go on."""
+    """The scores, their sums, and 1 for each row that goes on, at the places `at`."""
     probe = tl.load(probe_ptr + at, mask=inside, other=0.0).to(tl.float32)
     plan = tl.load(plan_ptr + at, mask=inside, other=0.0)
     score = tl.sigmoid(gamma * (probe + follow * (layer - plan)) + beta)
@@ -144,13 +144,13 @@ def halt_kernel(
     N,
     prefix,
     FORCED: tl.constexpr,
-    PER_IMAGE: tl.constexpr,  # a threshold for each image
-    LIST: tl.constexpr,  # few images: rows that go on are listed here, and each program counts those before its own
+    PER_IMAGE: tl.constexpr,  # there is a threshold for each image
+    LIST: tl.constexpr,  # few images: list the rows that go on here; each program counts those before its own
     PDL: tl.constexpr,
     BN: tl.constexpr,
     BB: tl.constexpr,
 ):
-    meet(PDL)
+    wait_for_previous(PDL)
     image = tl.program_id(0)
     gamma, beta = tl.load(gamma_ptr).to(tl.float32), tl.load(beta_ptr).to(tl.float32)
     n = tl.arange(0, BN)

@@ -1,8 +1,8 @@
-"""The parts of a transformer block on the live rows of a batch, the count of which only the device knows.
+"""The parts of a transformer block on the live rows of a batch, whose count only the device knows.
 
-The stream x (R, D) holds every token of every image, R = B * N, and stays in place. `Rows` lists the live ones. What a
-block computes in between is compact: entry t belongs to row rows[t], entries from the live count on mean nothing.
-Each function has its definition beside it, `_ref`, in plain PyTorch; without Triton, or on a CPU, that is what runs.
+The stream x (R, D) holds every token of every image, R = B * N, and stays in place. `Rows` lists the live rows. Tensors
+in between are compact: entry t belongs to row rows[t], and entries from the live count on are arbitrary. Each function
+has its definition, `_ref`, beside it in plain PyTorch, which runs on a CPU and without Triton.
 """
 
 from __future__ import annotations
@@ -34,27 +34,28 @@ ACTIVATIONS = ("none", "gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of the stream are live, as the device knows it."""
+    """The list of live rows of the stream, on the device."""
 
     rows_R: Tensor  # int32: the live rows, image after image; the rest is arbitrary
     starts: Tensor  # (B + 1) int32: where each image's entries begin; the last is the live count
 
     @property
     def count(self) -> Tensor:
+        """(1) the number of live rows."""
         return self.starts[-1:]
 
     def live(self) -> Tensor:
-        """The list at its true length. It waits for the device, so only definitions and tests call it."""
+        """The live rows alone. This waits for the device, so only definitions and tests call it."""
         return self.rows_R[: int(self.starts[-1])].long()
 
 
 @dataclass
 class Affine:
-    """A linear layer as the kernels want it, with the LayerNorm before it folded in where there is one."""
+    """A linear layer in the form for the kernels, with the LayerNorm before it folded in if there is one."""
 
-    weight: Tensor  # (out, in), the norm's scale multiplied in
-    bias: Tensor  # (out) float32, the norm's shift and the layer's bias
-    column: Tensor | None  # (out) float32: row sums of the weight, if there is a norm
+    weight: Tensor  # (out, in), times the norm's scale
+    bias: Tensor  # (out) float32, the layer's bias plus W times the norm's shift
+    column: Tensor | None  # (out) float32: row sums of the weight; None: there is no norm
     eps: float
 
     @staticmethod
@@ -71,6 +72,7 @@ class Affine:
 
 
 def activate(x: Tensor, name: str) -> Tensor:
+    """The activation of this name. 'gelu_rough' is the kernels' approximation of GELU for 16 bits."""
     if name == "quick_gelu":
         return x * torch.sigmoid(1.702 * x)
     if name == "gelu_rough":
@@ -97,7 +99,7 @@ def _gelu_rough(x: Tensor) -> Tensor:
 def normed_linear_ref(
     x_RD: Tensor, rows: Rows, layer: Affine, act: str, probe_R: Tensor | None = None, neuron: int = 0
 ) -> Tensor:
-    """(R, out) compact: act(W norm(x) + b); the neuron's value before `act` goes to its row of `probe`."""
+    """(R, out) compact: act(W norm(x) + b). The value of `neuron` before `act` is written to `probe`, row by row."""
     live = rows.live()
     x = x_RD[live].float()
     y = x @ layer.weight.float().T
@@ -115,6 +117,7 @@ def normed_linear_ref(
 def normed_linear(
     x_RD: Tensor, rows: Rows, layer: Affine, act: str, probe_R: Tensor | None = None, neuron: int = 0
 ) -> Tensor:
+    """`normed_linear_ref` by a kernel."""
     if not available(x_RD):
         return normed_linear_ref(x_RD, rows, layer, act, probe_R, neuron)
     (capacity, width), out = x_RD.shape, len(layer.bias)
@@ -136,6 +139,7 @@ def add_linear_ref(x_RD: Tensor, rows: Rows, h: Tensor, layer: Affine, scale: Te
 
 
 def add_linear(x_RD: Tensor, rows: Rows, h: Tensor, layer: Affine, scale: Tensor) -> None:
+    """`add_linear_ref` by a kernel."""
     if not available(x_RD):
         return add_linear_ref(x_RD, rows, h, layer, scale)
     tile = linear_tile(len(h), x_RD.shape[1], h.shape[1], h.dtype)
@@ -143,7 +147,7 @@ def add_linear(x_RD: Tensor, rows: Rows, h: Tensor, layer: Affine, scale: Tensor
 
 
 def _normed(x_RD: Tensor, rows: Rows, layer: Affine, probe_R: Tensor | None, neuron: int) -> Tensor:
-    """Live rows with mean 0 and deviation 1, compact."""
+    """(R, D) compact: the live rows with mean 0 and deviation 1. The neuron of `layer` is written to `probe`."""
     (capacity, width), tile = x_RD.shape, norm_tile(len(x_RD))
     y = torch.empty_like(x_RD)
     rows_triton.norm_rows_kernel[(-(-capacity // tile.m),)](
@@ -178,7 +182,7 @@ def _tiled(
     probe_R: Tensor | None = None,
     neuron: int = 0,
 ) -> None:
-    """A program for each tile, a LayerNorm on the way. y = None: added to x."""
+    """Launch a program for each tile, which also computes the LayerNorm. y = None: the output is added to x."""
     out, inner = layer.weight.shape
     rows_triton.linear_kernel[(-(-len(a) // tile.m) * -(-out // tile.n),)](
         a,
@@ -213,7 +217,7 @@ def _tiled(
 def _persistent(
     a: Tensor, y: Tensor | None, x_RD: Tensor, rows: Rows, layer: Affine, scale: Tensor, act: str, tile: Tile
 ) -> None:
-    """For many rows: programs that stay. y = None: added to x."""
+    """Launch programs that compute many tiles each, for many rows. y = None: the output is added to x."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     out, inner = layer.weight.shape
@@ -262,7 +266,8 @@ class HeadNorm(NamedTuple):
 def attend_rows_ref(
     qkv: Tensor, rows: Rows, heads: int, longest: int, scale: float, bias_R: Tensor | None, norm: HeadNorm | None = None
 ) -> Tensor:
-    """(R, H * E) compact: attention within each image. qkv (R, 3 * H * E); bias: of a row as a key."""
+    """(R, H * E) compact: attention within each image. qkv (R, 3 * H * E) compact; bias: of each row as a key.
+    longest: the most tokens that an image can have, which only the kernel needs."""
     out = qkv.new_zeros(len(qkv), qkv.shape[1] // 3)
     bounds = rows.starts.tolist()
     for start, end in pairwise(bounds):
@@ -281,7 +286,7 @@ def attend_rows_ref(
 def attend_rows(
     qkv: Tensor, rows: Rows, heads: int, longest: int, scale: float, bias_R: Tensor | None, norm: HeadNorm | None = None
 ) -> Tensor:
-    """longest: tokens an image can have."""
+    """`attend_rows_ref` by a kernel."""
     if not available(qkv):
         return attend_rows_ref(qkv, rows, heads, longest, scale, bias_R, norm)
     size = qkv.shape[1] // 3 // heads
@@ -316,11 +321,11 @@ def attend_rows(
 
 
 def compact_ref(live_BN: Tensor, keep_BN: Tensor) -> tuple[Rows, Tensor]:
-    """The live rows that are kept, as a list and as (B, N); made on the device."""
+    """The live rows that are kept, as a list and as (B, N), without waiting for the device."""
     live_BN = live_BN & keep_BN
     flat = live_BN.flatten()
     rows = torch.zeros(len(flat) + 1, dtype=torch.int32, device=flat.device)
-    # Rows that are not live write to an entry behind the list.
+    # Rows that are not live write to one entry behind the list.
     target = torch.where(flat, flat.cumsum(0) - 1, len(flat))
     rows[target] = torch.arange(len(flat), device=flat.device, dtype=torch.int32)
     counts = live_BN.sum(1)
@@ -329,6 +334,7 @@ def compact_ref(live_BN: Tensor, keep_BN: Tensor) -> tuple[Rows, Tensor]:
 
 
 def compact(live_BN: Tensor, keep_BN: Tensor) -> tuple[Rows, Tensor]:
+    """`compact_ref` by one kernel, or two for many images."""
     if not available(live_BN):
         return compact_ref(live_BN, keep_BN)
     images, tokens = live_BN.shape
@@ -343,12 +349,13 @@ def compact(live_BN: Tensor, keep_BN: Tensor) -> tuple[Rows, Tensor]:
 
 
 def few(images: int) -> bool:
-    """So few images that each program counts the rows of the images before its own, which saves a launch."""
+    """Whether there are so few images that each program counts the rows of all images before its own: this saves the
+    launch that counts them."""
     return images <= (2 if interpreted() else 32)
 
 
 def listed(live: Tensor, keep: Tensor, counts: Tensor | None) -> tuple[Rows, Tensor]:
-    """counts: how many rows each image keeps, if that is known."""
+    """`compact` by one kernel. counts: how many rows each image keeps; None: the kernel counts them."""
     images, tokens = live.shape
     rows, starts = (torch.empty(n, dtype=torch.int32, device=live.device) for n in (live.numel(), images + 1))
     new = torch.empty_like(live)

@@ -1,7 +1,7 @@
-"""Triton kernels over the live rows of a batch. The definitions and the meaning of every argument: `rows.py`.
+"""Triton kernels over the live rows of a batch. `rows.py` holds their definitions and explains every argument.
 
-Each is launched for as many rows as there can be. A program whose rows lie beyond the live count, which it reads from
-device memory, ends at once: so the host need not know the count, and the whole network is one CUDA graph.
+Each kernel is launched for as many rows as there can be. A program whose rows lie beyond the live count, which it reads
+from device memory, ends at once. So the host need not know the count, and the whole network is one CUDA graph.
 """
 
 from .launch import gdc_launch_dependents, gdc_wait, tl, triton
@@ -12,8 +12,8 @@ def activate(x, ACT: tl.constexpr):
     if ACT == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACT == "gelu_rough":
-        # erf as a polynomial in x^2 (Abramowitz and Stegun 7.1.28 has this form): at most 3e-7 off, and one division
-        # instead of the many steps of erf; rounding the result to 16 bits hides it.
+        # Abramowitz and Stegun's 7.1.28, 1 - erf z = 1 / (1 + a1 z + ... + a6 z^6)^16, has an error of at most 3e-7,
+        # which rounding to 16 bits hides. It needs one division instead of the many steps of erf.
         z = tl.abs(x) * 0.7071067811865476
         p = 1.0 + z * (
             0.0705230784
@@ -38,9 +38,9 @@ def activate(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def meet(PDL: tl.constexpr):
-    """Programmatic dependent launch: programs are set up while the kernel before still runs, and wait for it here,
-    before they first read memory. From here on the kernel after may be set up."""
+def wait_for_previous(PDL: tl.constexpr):
+    """Programmatic dependent launch: programs are set up while the previous kernel still runs, and wait for it here,
+    before they first read memory. From here on the next kernel may be set up."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -63,8 +63,8 @@ def norm_rows_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Rows with mean 0 and deviation 1, compact; and one neuron of the linear layer they go into."""
-    meet(PDL)
+    """Live rows with mean 0 and deviation 1, compact; and one neuron of the linear layer that reads them."""
+    wait_for_previous(PDL)
     live = tl.load(count_ptr)
     begin = tl.program_id(0) * BM
     if begin >= live:
@@ -110,7 +110,7 @@ def linear_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    meet(PDL)
+    wait_for_previous(PDL)
     live = tl.load(count_ptr)
     columns = tl.cdiv(N, BN)
     begin = (tl.program_id(0) // columns) * BM
@@ -120,7 +120,7 @@ def linear_kernel(
     n = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     row = tl.load(rows_ptr + t, mask=t < live, other=0).to(tl.int64)
-    # Beyond the live rows the first is read, beyond the columns the last; both are there, and nothing is written.
+    # Loads need no mask: rows beyond the live ones read row 0, columns beyond the last read the last. Stores need one.
     a_at = (a_ptr + tl.where(t < live, t, 0).to(tl.int64)[:, None] * K) if ADD else (x_ptr + row[:, None] * K)
     a_at += k[None, :]
     w_at = w_ptr + tl.minimum(n, N - 1)[None, :] * K + k[:, None]
@@ -140,8 +140,8 @@ def linear_kernel(
             wide = a.to(tl.float32)
             first += tl.sum(wide, 1)
             second += tl.sum(wide * wide, 1)
-            # A use for which the product must have ended. `a` is read by it and by the sums: for such a tile Triton
-            # (3.6) counts one buffer too few, and would fill it anew while the product may still read it.
+            # `a` is read by the product and by the sums. For such a tile Triton (3.6) counts one buffer too few and
+            # would refill it while the product may still read it. This use of `acc` waits until the product has ended.
             acc = tl.where(live > 0, acc, 0.0)
         a_at += BK
         w_at += BK
@@ -159,7 +159,7 @@ def linear_kernel(
         acc += tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
         tl.store(x_at, acc.to(x_ptr.dtype.element_ty), mask=inside)
     else:
-        if PROBE:  # noqa: SIM102 (known when compiled; the next is not)
+        if PROBE:  # noqa: SIM102 (a constant when compiled, which the next condition is not)
             if tl.program_id(0) % columns == neuron // BN:
                 tl.store(probe_ptr + row, tl.sum(tl.where((n == neuron)[None, :], acc, 0.0), 1), mask=t < live)
         y_at = y_ptr + t.to(tl.int64)[:, None] * N + n[None, :]
@@ -178,7 +178,7 @@ def persistent_kernel(
     s_ptr,
     N,
     K,
-    ADD: tl.constexpr,  # as above
+    ADD: tl.constexpr,  # as in `linear_kernel`
     ACT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -186,9 +186,9 @@ def persistent_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """As many programs as the chip runs at once, each for tile after tile. a, w and y are descriptors: Hopper's
-    copy engine moves whole tiles, 0 beyond their ends, while the tile before is finished."""
-    meet(PDL)
+    """A linear layer by as many programs as the chip runs at once, each of which computes tile after tile. a, w and y
+    are tensor descriptors: Hopper's copy engine loads a tile, 0 beyond the ends, while the one before is computed."""
+    wait_for_previous(PDL)
     live = tl.load(count_ptr)
     columns = tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tl.cdiv(live, BM) * columns, tl.num_programs(0), flatten=True):
@@ -207,7 +207,7 @@ def persistent_kernel(
             x_at = x_ptr + row[:, None] * N + n[None, :]
             acc += tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
             tl.store(x_at, acc.to(x_ptr.dtype.element_ty), mask=inside)
-        else:  # entries beyond the live ones may be written: they mean nothing
+        else:  # entries beyond the live ones may be written, as they are arbitrary
             y.store([begin, begin_n], activate(acc, ACT).to(y.dtype))
 
 
@@ -246,7 +246,7 @@ def attend_kernel(
     BJ: tl.constexpr,
     BE: tl.constexpr,
 ):
-    meet(PDL)
+    wait_for_previous(PDL)
     head, image = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + image)
     length = tl.load(starts_ptr + image + 1) - start
@@ -288,13 +288,17 @@ def attend_kernel(
 
 
 @triton.jit
+def kept(live_ptr, keep_ptr, at, inside):
+    """1 for rows that are live and kept, at the places `at`; 0 where not `inside`."""
+    return tl.load(live_ptr + at, mask=inside, other=0) & tl.load(keep_ptr + at, mask=inside, other=0)
+
+
+@triton.jit
 def count_kernel(live_ptr, keep_ptr, counts_ptr, N, PDL: tl.constexpr, BN: tl.constexpr):
-    meet(PDL)
+    wait_for_previous(PDL)
     image = tl.program_id(0)
     n = tl.arange(0, BN)
-    live = tl.load(live_ptr + image * N + n, mask=n < N, other=0) & tl.load(
-        keep_ptr + image * N + n, mask=n < N, other=0
-    )
+    live = kept(live_ptr, keep_ptr, image * N + n, n < N)
     tl.store(counts_ptr + image, tl.sum(live.to(tl.int32), 0))
 
 
@@ -313,8 +317,9 @@ def compact_kernel(
     BN: tl.constexpr,
     BB: tl.constexpr,
 ):
-    """starts: of each image, and of the end; rows: the live ones that are kept, image after image, in order."""
-    meet(PDL)
+    """Write `starts`, where each image's rows begin and the last ends, and `rows`, the live rows that are kept, image
+    after image in order."""
+    wait_for_previous(PDL)
     image = tl.program_id(0)
     before = tl.zeros((BB,), tl.int32)
     if COUNTED:
@@ -324,15 +329,11 @@ def compact_kernel(
     else:
         for begin in range(0, image * N, BB):
             at = begin + tl.arange(0, BB)
-            inside = at < image * N
-            stays = tl.load(live_ptr + at, mask=inside, other=0) & tl.load(keep_ptr + at, mask=inside, other=0)
-            before += stays.to(tl.int32)
+            before += kept(live_ptr, keep_ptr, at, at < image * N).to(tl.int32)
     start = tl.sum(before, 0)
     n = tl.arange(0, BN)
     inside = n < N
-    live = tl.load(live_ptr + image * N + n, mask=inside, other=0) & tl.load(
-        keep_ptr + image * N + n, mask=inside, other=0
-    )
+    live = kept(live_ptr, keep_ptr, image * N + n, inside)
     place = start + tl.cumsum(live.to(tl.int32), 0) - 1
     tl.store(rows_ptr + place, image * N + n, mask=live != 0)
     tl.store(new_live_ptr + image * N + n, live, mask=inside)

@@ -1,4 +1,4 @@
-"""Calls timed in turn in one process, so that all of them see the same machine."""
+"""Timing of several calls in turn in one process, so that all of them see the same state of the machine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TURN = 4.0  # milliseconds: a short call is repeated this long before the next o
 def milliseconds(calls: Sequence[Callable[[], Any]], seconds: float, device: torch.device) -> list[list[float]]:
     """Time the calls in turn for about `seconds` in all (at least five rounds): one list of milliseconds per call.
 
-    A call shorter than a turn has the turn to itself and counts by its median there: right after another model has run,
-    its Python would be cold, and a user's calls come one after the other.
+    A call shorter than a turn is repeated for the whole turn and counts by its median there: right after another model
+    its Python code would be cold, and users make one call after the other.
     """
 
     def once(call: Callable[[], Any]) -> float:

@@ -56,7 +56,7 @@ class Listed(Masked):
         q, k, _ = self._dense(qkv).unflatten(-1, (3, ready.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, E)
         if ready.norm is not None:
             q, k = ready.norm(q, k)
-        return self.look(probe, q, k, ready.scale)
+        return self.probe_attention(probe, q, k, ready.scale)
 
     def _dense(self, compact_TC: Tensor) -> Tensor:
         """(B, N, C) of compact entries: those beyond the live count land on a row that is cut off."""
