@@ -14,10 +14,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..core.registry import families
 from ..errors import DwindleError, missing
+from ..runtime.memory import keep_freed_memory
 from ..show.terminal import aside, plain
 from ..version import __version__
 from .families import answered, single
-from .memory import keep_freed_memory
 
 COMMANDS = {  # the module here that has a function of that name, and what it does
     "demo": ("demo", "Classify the shipped photographs with the shipped model and draw where the compute went."),
