@@ -60,7 +60,7 @@ COMMANDS = {  # name: (the module here that has a function of that name, the hel
 }
 
 
-def sentences() -> dict[str, str]:
+def help_texts() -> dict[str, str]:
     """The help text of each command, of those here and of those that families of models implement."""
     texts_of = {name: [text] for name, (_, text) in COMMANDS.items()}
     for family in families():
@@ -73,19 +73,19 @@ class Commands(TyperGroup):
     """The group of all commands. It lists them with their help texts, and imports a command when it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(sentences())
+        return list(help_texts())
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        text = sentences().get(name)
+        text = help_texts().get(name)
         return None if text is None else TyperCommand(name, help=text, rich_markup_mode="rich")
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         found: Any
         name, found, rest = super().resolve_command(ctx, args)
-        return name, found and made(found.name, found.help), rest
+        return name, found and command_of(found.name, found.help), rest
 
 
-def made(name: str, text: str) -> TyperCommand:
+def command_of(name: str, text: str) -> TyperCommand:
     """The command of this name, with its options."""
     if name not in COMMANDS:
         return family_command(name, text)

@@ -15,7 +15,7 @@ from ..experiments.compare import Compare
 from ..experiments.search import check_searchable, ranges
 from ..experiments.search import search as run_search
 from ..files import write_text
-from ..recipes import find_comparison, find_recipe, made
+from ..recipes import build, find_comparison, find_recipe
 from ..show.running import resumes, run_through
 from ..show.terminal import (
     Data,
@@ -80,7 +80,7 @@ def train(
         base: Any = own_recipe(model, **{name: value for name, value in of_model.items() if value is not None})
     else:
         only_for("--model", f"the recipe {recipe}", **of_model)
-        base = made(find_recipe(str(recipe)), data, preset=preset)
+        base = build(find_recipe(str(recipe)), data, preset=preset)
     settings = changed(base, set or [])
     images: dict[str, Any] = {"holdout": holdout, "skip_corrupt": skip_corrupt or None}
     for name, value in images.items():
@@ -123,7 +123,7 @@ def compare(
 
     Under torchrun each process makes other results, on a GPU of its own.
     """
-    plan = made(find_comparison(comparison), data, preset=preset, source=source)
+    plan = build(find_comparison(comparison), data, preset=preset, source=source)
     for change in set or []:
         name = change.partition("=")[0].strip()
         if name in ("seed", "method") or name.startswith("method."):
@@ -181,7 +181,7 @@ def search(
     device: Device = None,
 ) -> None:
     """Search lambda_p and lambda_t, or others, with Optuna, on held-out training images. A killed search goes on."""
-    settings: Any = changed(made(find_recipe(recipe), data, preset=preset), set or [])
+    settings: Any = changed(build(find_recipe(recipe), data, preset=preset), set or [])
     check_searchable(settings, recipe)
     logging.getLogger("optuna").setLevel(logging.WARNING)  # the table says what its log would
     with progress_bar() as bar:
