@@ -168,7 +168,7 @@ def _calibrated(
 def _compared(
     model: AdaptiveViT, images: Images, static: AdaptiveViT | None, batch: int, workers: int, bar: Progress
 ) -> Agreement:
-    """How far the model's features of the images agree with the static model's."""
+    """The agreement of the model's features with the static model's, on these images."""
     task = bar.add_task("comparing", total=len(images))
     return agreement(
         model,
@@ -181,7 +181,7 @@ def _compared(
 
 
 def _held_out(promise: dict[str, Any], wish: Wish, found: Agreement) -> dict[str, Any]:
-    """The promise with how often it is kept on held-out images, after printing both."""
+    """Print the promise and how often held-out images keep it; return it with that number."""
     images, kept = len(found.cost), float(wish.kept(found.class_cosine, found.patch_cosine).float().mean())
     console.print(plain(f"Promise: {told(promise)}; of {images} held-out images {kept:.4g} keep it."), soft_wrap=True)
     return promise | {"held_out": {"images": images, "kept": round(kept, 4)} | found.summary()}

@@ -53,9 +53,9 @@ class Connections:
         self.waited_for: dict[str, dict[Connection, None]] = {}  # connections by peer, the one waited for longest first
         self.timer: asyncio.TimerHandle | None = None
 
-    def protocol(self, **given: Any) -> Connection:
+    def protocol(self, **options: Any) -> Connection:
         """A new connection; uvicorn calls this for each."""
-        return Connection(self, **given)
+        return Connection(self, **options)
 
     def add(self, connection: Connection) -> None:
         self.open.add(connection)
@@ -91,8 +91,8 @@ class Connections:
 class Connection(HttpToolsProtocol):
     """One connection: uvicorn's protocol, and the limits of its client."""
 
-    def __init__(self, connections: Connections, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, connections: Connections, **options: Any) -> None:
+        super().__init__(**options)
         self.logger = log
         self.all_connections, self.limits = connections, connections.limits
         self.peer = ""
@@ -281,7 +281,7 @@ class Connection(HttpToolsProtocol):
 
 
 class DelayedClose:
-    """A transport that closes only after the current body: else an answer given before the end of it would be lost."""
+    """A transport that closes only after the current body: a client that still sends would lose an earlier answer."""
 
     def __init__(self, connection: Connection, transport: asyncio.Transport) -> None:
         self.connection, self.transport = connection, transport

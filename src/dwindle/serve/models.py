@@ -224,14 +224,14 @@ def _table(model: AdaptiveViT, fast: PreparedViT, images: Tensor, points: int) -
         turn(fast, value)
         return float(model.cost(fast(images).trace))
 
-    found = [(cost(value), value) for value in (cheap, own, dear)]
+    measured = [(cost(value), value) for value in (cheap, own, dear)]
     for _ in range(points - 3):
-        i = max(range(len(found) - 1), key=lambda i: found[i + 1][0] - found[i][0])
-        middle = (found[i][1] + found[i + 1][1]) / 2
-        found.insert(i + 1, (cost(middle), middle))
+        i = max(range(len(measured) - 1), key=lambda i: measured[i + 1][0] - measured[i][0])
+        middle = (measured[i][1] + measured[i + 1][1]) / 2
+        measured.insert(i + 1, (cost(middle), middle))
     turn(fast, own)
-    rising = [found[0]]
-    for share, value in found[1:]:
+    rising = [measured[0]]
+    for share, value in measured[1:]:
         if share > rising[-1][0]:
             rising.append((share, value))
     return rising

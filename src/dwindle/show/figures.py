@@ -309,7 +309,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-SHOWN = 15.0  # points of accuracy below the best that are drawn
+SHOWN = 15.0  # methods within so many points of the best accuracy are drawn
 
 
 def tradeoff(rows: Sequence[dict[str, Any]], title: str, reference: str) -> Figure:

@@ -112,21 +112,21 @@ def ticking(bar: Progress) -> Callable[..., None]:
     return tick
 
 
-def device_for(given: str | None) -> str:
+def device_for(device: str | None) -> str:
     """The device of --device; without one a GPU where there is one, else the CPU."""
     import torch
 
-    if given is None:
+    if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", given):
-        raise unknown("device", given, ["cpu", "cuda"])
-    if given.startswith("cuda") and not torch.cuda.is_available():
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
+        raise unknown("device", device, ["cpu", "cuda"])
+    if device.startswith("cuda") and not torch.cuda.is_available():
         raise DwindleError("--device cuda: this machine has no CUDA GPU that torch can use; take --device cpu.")
-    if given.startswith("cuda:") and int(given[5:]) >= (count := torch.cuda.device_count()):
+    if device.startswith("cuda:") and int(device[5:]) >= (count := torch.cuda.device_count()):
         raise DwindleError(
-            f"--device {given}: this machine has {count} (cuda:0 to cuda:{count - 1}); take one of them."
+            f"--device {device}: this machine has {count} (cuda:0 to cuda:{count - 1}); take one of them."
         )
-    return given
+    return device
 
 
 def device_and_dtype(device: str | None, dtype: str, known: Collection[str] = DTYPES) -> str:
@@ -149,8 +149,8 @@ class ProcessShare:
 
 def tell_images(images: Any) -> None:
     """Print which images were evaluated, and which were skipped."""
-    for name, why in images.corrupt_files():
-        aside.print(f"skipped {plain(name)}: {plain(why)}", soft_wrap=True)
+    for name, reason in images.corrupt_files():
+        aside.print(f"skipped {plain(name)}: {plain(reason)}", soft_wrap=True)
     console.print(plain(images.told()), soft_wrap=True)
 
 
@@ -159,26 +159,26 @@ def unread(result: dict[str, Any]) -> str:
     return f"; {result['failed']} could not be read, see {result['errors']}" if result["failed"] else ""
 
 
-def needed(given: Any, command: str, name: str) -> Any:
+def needed(value: Any, command: str, name: str) -> Any:
     """The option's value, which vision models need. Language models bring their own."""
-    if not given:
+    if not value:
         raise DwindleError(f"dwindle {command} needs {name} for a vision model; see dwindle {command} --help.")
-    return given
+    return value
 
 
-def only_for(kind: str, here: str = "this model", **given: Any) -> None:
+def only_for(kind: str, here: str = "this model", **options: Any) -> None:
     """Refuse options that only another kind of model takes. here: the kind that was named instead."""
-    for name, value in given.items():
+    for name, value in options.items():
         if value is not None:
-            given_as = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-            raise DwindleError(f"{given_as} is for {kind}; leave it out for {here}.")
+            option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            raise DwindleError(f"{option} is for {kind}; leave it out for {here}.")
 
 
 def at_least(**least: tuple[float | None, float]) -> None:
     """Check options by name, each as (value or None, smallest value allowed)."""
-    for name, (given, low) in least.items():
-        if given is not None and not low <= given < MOST:
-            raise DwindleError(f"--{name} {given}: it must be at least {low}, and no more than {MOST}.")
+    for name, (value, low) in least.items():
+        if value is not None and not low <= value < MOST:
+            raise DwindleError(f"--{name} {value}: it must be at least {low}, and no more than {MOST}.")
 
 
 def check_loading(batch: int, limit: int | None, holdout: float | None = None) -> None:

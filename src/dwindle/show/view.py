@@ -90,9 +90,8 @@ def summary(trace: Trace, names: Sequence[str] | None = None) -> Figure:
     mean = depth.mean(1)
     if images <= NAMED:
         texts = [str(name) for name in names or range(images)]
-        labels = [
-            text if len(text) <= 24 else f"{text[:11]}…{text[-12:]}" for text in texts
-        ]  # file names often differ only at the end
+        # Long names are cut in the middle: file names often differ only at the end.
+        labels = [text if len(text) <= 24 else f"{text[:11]}…{text[-12:]}" for text in texts]
         means.barh(
             np.arange(images), mean, color=depth_colours(trace.blocks).to_rgba(mean), edgecolor="0.3", linewidth=0.5
         )

@@ -168,14 +168,13 @@ class Comparison(Plan):
         set_by_recipe = point is None or {"budget", point[0]} & recipe.method_options.keys()
         if entry.train == "once" or not set_by_recipe:  # the training did not aim at this cost
             calibrate(model, run.task.typical(), cost)
-        found = _measured(
-            run, model, entry.group, work.loaded(static) if entry.changes.keys() & OTHER_NETWORK else None
-        )
+        reference = work.loaded(static) if entry.changes.keys() & OTHER_NETWORK else None
+        result = _measured(run, model, entry.group, reference)
         if entry.train == "each" and not set_by_recipe:  # saved first: a result that exists is not made again
             names = ("top1", "top5", "gmacs", "gmacs_static", "depth", "images", "images_per_s")
-            save(model, folder, extra={"results": {n: found[n] for n in names} | run.task.about()})
+            save(model, folder, extra={"results": {n: result[n] for n in names} | run.task.about()})
             write_card(folder)
-        return found
+        return result
 
     def _searched(self, work: Compare, entry: Entry, cost: float, recipe: Recipe, folder: Path) -> list[str]:
         """The settings that were best on held-out training images."""
