@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import dwindle
 from dwindle.experiments.compare import Compare
 from dwindle.experiments.search import ranges
-from dwindle.recipes import data_set, find_comparison, find_recipe, made, papers, tables
+from dwindle.recipes import build, data_set, find_comparison, find_recipe, papers, tables
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe, changed
 
@@ -51,7 +51,7 @@ def two_steps(recipe: Recipe, data: str, out) -> Run:
 
 @pytest.mark.parametrize(("name", "preset"), RECIPES)
 def test_two_steps(name, preset, data, tmp_path):
-    recipe = made(find_recipe(name), "imagenet", preset=preset)
+    recipe = build(find_recipe(name), "imagenet", preset=preset)
     assert (recipe.global_batch, recipe.lr_batch, recipe.weight_decay) == (1024, 1024, 0.05)
     assert recipe.augment.startswith("rand") and not recipe.mixup
     small = dataclasses.replace(changed(recipe, SMALL), weights=None, teacher=None)  # a new head has nothing to teach
@@ -117,13 +117,13 @@ def test_arguments_of_a_recipe():
     assert [data_set(place) for place in ("imagenet", "x/CIFAR-100", "/d/places365_standard/", "photos")] == [
         *("imagenet", "cifar100", "places365", "imagenet"),
     ]
-    assert made(find_recipe("aht_printed"), "x/cifar100", preset="high_efficiency") == papers.aht_printed(
+    assert build(find_recipe("aht_printed"), "x/cifar100", preset="high_efficiency") == papers.aht_printed(
         "high_efficiency", "cifar100"
     )
     with pytest.raises(dwindle.DwindleError, match="Unknown preset 'balance'"):
-        made(find_recipe("aht_printed"), preset="balance")
+        build(find_recipe("aht_printed"), preset="balance")
     with pytest.raises(dwindle.DwindleError, match="--preset balanced: tiny_test has no preset"):
-        made(find_recipe("tiny_test"), preset="balanced")
+        build(find_recipe("tiny_test"), preset="balanced")
 
 
 STEPPED: set[str] = set()  # what tables share is trained once
@@ -132,7 +132,7 @@ TABLES = ("aht_table2", "aht_table3", "aht_table4", "aht_table5", "avit_ablation
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_entry_of_a_table_takes_two_steps(name, data, tmp_path):
-    plan = made(find_comparison(name), data)
+    plan = build(find_comparison(name), data)
     assert not any("," in entry for entry in plan.names())  # `--only` takes them apart there
     assert len({entry.name for entry in plan.compared}) == len(plan.compared)
     plan = dataclasses.replace(plan, base=changed(dataclasses.replace(plan.base, weights=None), SMALL))

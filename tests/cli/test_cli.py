@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 import dwindle
-from dwindle.cli.main import made, sentences
+from dwindle.cli.main import command_of, help_texts
 from shared.checkpoint import edit
 from shared.command import refused, run
 
@@ -96,8 +96,8 @@ def contents(folder: Path) -> dict[str, tuple[int, int]]:
 
 def test_commands_and_flags_are_frozen():
     found = {
-        name: [p.opts[0] if p.param_type_name == "option" else p.name.upper() for p in made(name, text).params]
-        for name, text in sentences().items()
+        name: [p.opts[0] if p.param_type_name == "option" else p.name.upper() for p in command_of(name, text).params]
+        for name, text in help_texts().items()
     }
     wanted: dict[str, list[str]] = {
         "demo": ["--out", "--device"],

@@ -51,7 +51,7 @@ from dwindle.serve.guard import HEADERS, Hosts
 from dwindle.serve.limits import Limits, Refused, authorised, checked_token
 from dwindle.serve.metrics import Metrics
 from dwindle.serve.models import PASSES, Served
-from dwindle.serve.pictures import Memory, decode, from_base64, look
+from dwindle.serve.pictures import Memory, decode, from_base64, read_image
 from dwindle.serve.run import served_models
 
 
@@ -676,9 +676,9 @@ def test_time_counts_from_the_first_byte(slow):
 def test_who_waits_for_decoding_waits_no_longer_than_allowed(served, monkeypatch):
     def slowly(*given):
         time.sleep(0.3)
-        return look(*given)
+        return read_image(*given)
 
-    monkeypatch.setattr("dwindle.serve.service.look", slowly)
+    monkeypatch.setattr("dwindle.serve.service.read_image", slowly)
     with (
         TestClient(create_app(served, Limits(seconds=0.7))) as client,
         concurrent.futures.ThreadPoolExecutor(16) as pool,
@@ -691,9 +691,9 @@ def test_who_waits_for_decoding_waits_no_longer_than_allowed(served, monkeypatch
 def test_the_images_of_a_batch_have_the_time_each_for_itself(served, monkeypatch):
     def slowly(data, *given):
         time.sleep(1.0 if data == picture(0) else 0.0)
-        return look(data, *given)
+        return read_image(data, *given)
 
-    monkeypatch.setattr("dwindle.serve.service.look", slowly)
+    monkeypatch.setattr("dwindle.serve.service.read_image", slowly)
     monkeypatch.setattr("dwindle.serve.service.os.cpu_count", lambda: 2)
     items = [{"image": base64.b64encode(picture(i)).decode()} for i in range(2)]
     with TestClient(create_app(served, Limits(seconds=0.7))) as client:
@@ -879,9 +879,9 @@ def test_one_that_breaks_breaks_no_other_of_its_request(client, monkeypatch):
     def breaking(data, *given):
         if data == picture(1):
             raise ZeroDivisionError("a defect")
-        return look(data, *given)
+        return read_image(data, *given)
 
-    monkeypatch.setattr("dwindle.serve.service.look", breaking)
+    monkeypatch.setattr("dwindle.serve.service.read_image", breaking)
     items = [{"image": base64.b64encode(picture(i)).decode()} for i in range(3)]
     results = client.post("/v1/batch", json={"images": items}).json()["results"]
     assert [result.get("status", 200) for result in results] == [200, 500, 200]
@@ -900,7 +900,7 @@ def test_every_answer_has_the_headers(client, monkeypatch):
         client.post("/v1/classify", content=b""),
         client.post("/v1/classify?budget=x", content=b""),
     ]
-    monkeypatch.setattr("dwindle.serve.service.look", broken)
+    monkeypatch.setattr("dwindle.serve.service.read_image", broken)
     answers.append(client.post("/v1/classify", content=picture()))
     assert [answer.status_code for answer in answers] == [200, 200, 405, 404, 405, 422, 422, 500]
     for answer in answers:
@@ -1006,10 +1006,10 @@ def test_what_is_made_of_an_image_counts(served):
     preprocess, limits = served[0].preprocess, Limits()
     begin = time.monotonic()
     with pytest.raises(Refused, match="crop it"):
-        look(oblong(), replace(limits, pixels=10_000_000), preprocess.seen, preprocess)
+        read_image(oblong(), replace(limits, pixels=10_000_000), preprocess.seen, preprocess)
     with pytest.raises(Refused, match="scans"):
-        look(scanned(200_000), limits, preprocess.seen, preprocess)
-    assert look(scanned(20), limits, preprocess.seen, preprocess).size == (32, 32)
+        read_image(scanned(200_000), limits, preprocess.seen, preprocess)
+    assert read_image(scanned(20), limits, preprocess.seen, preprocess).size == (32, 32)
     assert time.monotonic() - begin < 3
 
 
@@ -1056,7 +1056,7 @@ def test_decoding_holds_nobody_else_up():
 
 def test_decoding_stops_when_time_is_over():
     with pytest.raises(Refused, match="in time"):
-        look(picture(), Limits(), decode, until=time.monotonic() - 1)
+        read_image(picture(), Limits(), decode, until=time.monotonic() - 1)
 
 
 def test_memory_of_decoded_images_is_bounded():

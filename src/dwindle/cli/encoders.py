@@ -1,4 +1,4 @@
-"""The commands for encoders, whose features count: how true they stay, and what that costs. No labels are asked for."""
+"""The commands for encoders: how close features stay to the static model's, and at what cost. Labels are not needed."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.progress import Progress
 
 from ..core.model import AdaptiveViT
 from ..errors import DwindleError
 from ..evaluate.calibration import CERTAINTY, Wish, keep_promise
 from ..evaluate.embed import embed as embed_all
 from ..evaluate.evaluate import meet
-from ..evaluate.fidelity import agreement, static_twin
+from ..evaluate.fidelity import Agreement, agreement, static_twin
 from ..evaluate.readers import compared_images, halves, tensors, unlabelled
 from ..evaluate.speedup import BUDGETS
-from ..evaluate.speedup import speedup as look_for
+from ..evaluate.speedup import speedup as find_speedup
 from ..files import check_folder
 from ..io.card import write_card
 from ..io.checkpoint import is_checkpoint, save
+from ..io.datasets import Images
 from ..io.encoders import adapted_encoder
 from ..io.images import preprocess_of
 from ..io.promise import told
@@ -33,13 +35,14 @@ from ..show.terminal import (
     Dtype,
     Limit,
     PerCore,
+    ProcessShare,
     Seconds,
-    Share,
     Workers,
     aside,
     at_least,
     check_loading,
     console,
+    device_and_dtype,
     device_for,
     finish,
     numbers,
@@ -49,11 +52,12 @@ from ..show.terminal import (
     show_table,
     tell_images,
     ticking,
+    unread,
 )
 from ..train.fit import epochs_in, fit_recipe, fitted, with_epochs
 from ..train.loop import Run
 
-COMPARED = 64
+COMPARED = 64  # images that speedup compares on by default
 SHOWN = ("name", "cost", "patch_cosine", "class_cosine", "neighbours", "top1", "drop", "ms", "speedup", "kept")
 Encoder = Annotated[str, typer.Argument(help="A timm name, a folder of Hugging Face's or a checkpoint.")]
 Photos = Annotated[str, typer.Option("--data", help="A folder of images, with or without classes; or what eval takes.")]
@@ -79,11 +83,11 @@ def opened(
     budget: float | None,
     dtype: str,
     device: str,
-    plain_ones: str = "ToMe.for_features",
+    default_method: str = "ToMe.for_features",
 ) -> AdaptiveViT:
-    """The model that a command names, on its device; adapted by `method`, by itself `plain_ones`, if it was not."""
-    model, fresh = adapted_encoder(source, weights, image_size, method, budget, plain_ones)
-    if not fresh and budget is not None:
+    """The model that a command names, on its device. A plain one is adapted by `method`, or else `default_method`."""
+    model, adapted_here = adapted_encoder(source, weights, image_size, method, budget, default_method)
+    if not adapted_here and budget is not None:
         meet(model, check_images(model), budget)
     return converted(model, dtype, device).to(device).eval()
 
@@ -114,62 +118,84 @@ def fidelity(
     device: Device = None,
     dtype: Dtype = "fp32",
 ) -> None:
-    """Agreement with the static model, and a promise of it."""
+    """Compare the features with the static model's; and find the cheapest setting that keeps a promise of it."""
     check_loading(batch, limit)
-    place = device_for(device)
-    check_runs(dtype, place)
-    wish = None
-    if patch_cosine is not None or class_cosine is not None:
-        wish = Wish(patch_cosine, class_cosine, confidence, certainty)
-    elif out is not None:
+    place = device_and_dtype(device, dtype)
+    wishes = patch_cosine is not None or class_cosine is not None
+    if out is not None and not wishes:
         raise DwindleError(f"--out {out}: only a promise is saved; give --patch-cosine or --class-cosine as well.")
-    # Of a checkpoint there are none to give, so they are those of the model to agree with.
-    of_the_other = (weights, image_size) if against is not None and is_checkpoint(model) else (None, None)
-    own = (None, None) if any(of_the_other) else (weights, image_size)
+    wish = Wish(patch_cosine, class_cosine, confidence, certainty) if wishes else None
+    # A checkpoint has its own weights and image size, so that the options then describe the model of --against.
+    of_static = (weights, image_size) if against is not None and is_checkpoint(model) else (None, None)
+    own = (None, None) if any(of_static) else (weights, image_size)
     adapted = opened(model, *own, method, budget, dtype, place)
-    static = _static(adapted, model, against, of_the_other, dtype, place)
+    static = _static(adapted, model, against, of_static, dtype, place)
     images = unlabelled(adapted, data, limit)
-    promise, rest = None, images
+    promise = None
     result: dict[str, Any] = {}
     with progress_bar() as bar:
         if wish is not None:
-            calibrating, rest = halves(images)
-            task = bar.add_task("calibrating", total=None)
-            promise, tested = keep_promise(
-                adapted,
-                tensors(calibrating, batch, workers),
-                wish,
-                static=static,
-                progress=lambda point: bar.advance(task),
-            )
-            result["tested"] = [
-                {"setting": round(p.setting, 6), "cost": round(p.cost, 4), "below": p.below} for p in tested
-            ]
-        task = bar.add_task("comparing", total=len(rest))
-        found = agreement(
-            adapted,
-            tensors(rest, batch, workers),
-            static,
-            count=len(rest),
-            device=place,
-            progress=lambda n: bar.advance(task, n),
-        )
+            calibration, images = halves(images)
+            promise, result["tested"] = _calibrated(adapted, calibration, wish, static, batch, workers, bar)
+        found = _compared(adapted, images, static, batch, workers, bar)
     summary = found.summary()
     show_agreement(f"{model} on {data}", summary)
-    tell_images(rest)
+    tell_images(images)
     if promise is not None and wish is not None:
-        kept = float(wish.kept(found.class_cosine, found.patch_cosine).float().mean())
-        promise["held_out"] = {"images": len(found.cost), "kept": round(kept, 4)} | summary
-        console.print(
-            plain(f"Promise: {told(promise)}; of {len(found.cost)} held-out images {kept:.4g} keep it."), soft_wrap=True
-        )
-        result["promise"] = promise
+        result["promise"] = _held_out(promise, wish, found)
         if out is not None:
-            extra = {"preprocess": preprocess_of(adapted).to_dict(), "promise": promise}
-            save(adapted.float().cpu(), out, extra=extra)
-            write_card(out)
+            _save(adapted, out, {"preprocess": preprocess_of(adapted).to_dict(), "promise": result["promise"]})
             result["out"] = str(out)
-    finish(summary | result | rest.about())
+    finish(summary | result | images.about())
+
+
+def _calibrated(
+    model: AdaptiveViT,
+    images: Images,
+    wish: Wish,
+    static: AdaptiveViT | None,
+    batch: int,
+    workers: int,
+    bar: Progress,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Turn the model to the cheapest setting that keeps the wish. Returns the promise, and a row per setting tested."""
+    task = bar.add_task("calibrating", total=None)
+    batches = tensors(images, batch, workers)
+    promise, tested = keep_promise(model, batches, wish, static=static, progress=lambda point: bar.advance(task))
+    return promise, [{"setting": round(p.setting, 6), "cost": round(p.cost, 4), "below": p.below} for p in tested]
+
+
+def _compared(
+    model: AdaptiveViT, images: Images, static: AdaptiveViT | None, batch: int, workers: int, bar: Progress
+) -> Agreement:
+    """The agreement of the model's features with the static model's, on these images."""
+    task = bar.add_task("comparing", total=len(images))
+    return agreement(
+        model,
+        tensors(images, batch, workers),
+        static,
+        count=len(images),
+        device=next(model.parameters()).device,
+        progress=lambda n: bar.advance(task, n),
+    )
+
+
+def _held_out(promise: dict[str, Any], wish: Wish, found: Agreement) -> dict[str, Any]:
+    """Print the promise and how often held-out images keep it; return it with that number."""
+    images, kept = len(found.cost), float(wish.kept(found.class_cosine, found.patch_cosine).float().mean())
+    console.print(plain(f"Promise: {told(promise)}; of {images} held-out images {kept:.4g} keep it."), soft_wrap=True)
+    return promise | {"held_out": {"images": images, "kept": round(kept, 4)} | found.summary()}
+
+
+def _save(model: AdaptiveViT, out: Path, extra: dict[str, Any]) -> None:
+    """Write a checkpoint in fp32 with its card."""
+    save(model.float().cpu(), out, extra=extra)
+    write_card(out)
+
+
+def _print_saved(out: Path) -> None:
+    """Print where a checkpoint is, and the line of Python that loads it."""
+    console.print(plain(f"Saved in {out}: dwindle.load({str(out)!r})"), soft_wrap=True)
 
 
 def embed(
@@ -187,8 +213,8 @@ def embed(
     device: Device = None,
     dtype: Dtype = "fp32",
 ) -> None:
-    """Under torchrun each process takes its share."""
-    share = Share(workers, device)
+    """Write the embeddings of all images into one parquet file. Under torchrun each process takes its share."""
+    share = ProcessShare(workers, device)
     check_runs(dtype, share.place)
     adapted = opened(model, weights, image_size, method, budget, dtype, share.place)
     with progress_bar(share.rank == 0) as bar:
@@ -208,8 +234,8 @@ def embed(
             progress=lambda part, rows: bar.advance(task, rows),
         )
     if share.rank == 0:
-        failed = f"; {result['failed']} could not be read, see {result['errors']}" if result["failed"] else ""
-        console.print(plain(f"{result['rows']} embeddings of {result['width']} in {out}{failed}"), soft_wrap=True)
+        message = f"{result['rows']} embeddings of {result['width']} in {out}{unread(result)}"
+        console.print(plain(message), soft_wrap=True)
         if result["promise"] is not None:
             console.print(plain(f"Promise: {told(result['promise'])}."), soft_wrap=True)
         finish(result)
@@ -235,24 +261,23 @@ def speedup(
     device: Device = None,
     dtype: Dtype = "fp32",
 ) -> None:
-    """The frontier, and the winner."""
+    """Time the model at several budgets, draw the frontier, and save the winner."""
     check_loading(batch, limit)
     at_least(seconds=(seconds, 0))
-    place = device_for(device)
-    check_runs(dtype, place)
+    place = device_and_dtype(device, dtype)
     check_folder(out)
-    tried = numbers("--budgets", budgets, float)
-    source = opened(model, weights, image_size, None, None, dtype, place, plain_ones="Static")
+    shares = numbers("--budgets", budgets, float)
+    source = opened(model, weights, image_size, None, None, dtype, place, default_method="Static")
     images, labels, about = compared_images(source, data, limit)
     with progress_bar() as bar:
-        result = look_for(
+        result = find_speedup(
             source,
             images.to(dtype_of(source)),
             labels=labels,
             patch_cosine=patch_cosine,
             class_cosine=class_cosine,
             max_drop=None if max_drop is None else percent("--max-drop", max_drop),
-            budgets=tried,
+            budgets=shares,
             batch=batch,
             seconds=seconds,
             progress=ticking(bar),
@@ -260,10 +285,10 @@ def speedup(
     rows = [row.about for row in result.rows]
     columns = [name for name in SHOWN if any(name in row for row in rows)]
     lines = [[row.get(name, "") for name in columns] for row in rows]
-    ways = ", ".join(f"{name} {ms:.1f} ms" for name, ms in result.static.items())
-    show_table(f"{model} on {data}, batch {batch}; static: {ways}", columns, lines)
-    for what, why in result.left_out.items():
-        aside.print(plain(f"left out {what}: {why}"), soft_wrap=True)
+    static = ", ".join(f"{name} {ms:.1f} ms" for name, ms in result.static.items())
+    show_table(f"{model} on {data}, batch {batch}; static: {static}", columns, lines)
+    for name, reason in result.left_out.items():
+        aside.print(plain(f"left out {name}: {reason}"), soft_wrap=True)
     console.print(plain(result.said), soft_wrap=True)
     measured = "top1" if any("top1" in row for row in rows) else "patch_cosine"
     out.mkdir(parents=True, exist_ok=True)
@@ -271,11 +296,9 @@ def speedup(
     summary = result.about | {"plot": str(plot), "batch": batch, "dtype": dtype, "device": place, **about}
     if result.model is not None:
         extra = {"preprocess": preprocess_of(source).to_dict(), "speedup": summary}
-        kept = getattr(source, "extra", {}) | extra
-        save(result.model.float().cpu(), out, extra=kept)
-        write_card(out)
+        _save(result.model, out, getattr(source, "extra", {}) | extra)
         summary["out"] = str(out)
-        console.print(plain(f"Saved in {out}: dwindle.load({str(out)!r})"), soft_wrap=True)
+        _print_saved(out)
     finish(summary)
 
 
@@ -301,39 +324,48 @@ def fit(
     limit: Limit = None,
     device: Device = None,
 ) -> None:
-    """Train, then compare with the static model."""
+    """Train the model, then compare its features with the static model's."""
     place, folder = device_for(device), out or Path("runs") / "fit"
     if epochs is not None and minutes is not None:
         raise DwindleError(f"--epochs {epochs} and --minutes {minutes:g}: each sets how long it takes; give one.")
-    given: dict[str, Any] = {"method": method, "learns": learns, "batch": batch, "settings": set or []}
-    recipe = fit_recipe(model, budget, weights=weights, image_size=image_size, epochs=epochs or 10, **given)
-    where: dict[str, Any] = {"eval_data": eval_data, "limit": limit}
+    options: dict[str, Any] = {"method": method, "learns": learns, "batch": batch, "settings": set or []}
+    recipe = fit_recipe(model, budget, weights=weights, image_size=image_size, epochs=epochs or 10, **options)
+    images: dict[str, Any] = {"eval_data": eval_data, "limit": limit}
     if minutes is not None:
-        recipe = with_epochs(recipe, epochs_in(recipe, data, minutes, place, **where))
-    run = Run(recipe, data, folder, device=place, resume=resumes(resume, folder), **where)
+        recipe = with_epochs(recipe, epochs_in(recipe, data, minutes, place, **images))
+    run = Run(recipe, data, folder, device=place, resume=resumes(resume, folder), **images)
     if not run_through(run):
         return
     result = {"out": str(folder), "epochs": recipe.epochs, **fitted(run, batch)}
     show_agreement(f"{model} at {budget:g}, fitted on {data}", result)
     tell_images(run.task.eval_images)
-    console.print(plain(f"Saved in {folder}: dwindle.load({str(folder)!r})"), soft_wrap=True)
+    _print_saved(folder)
     finish(result | run.task.about() | run.task.noticed())
 
 
 def show_agreement(title: str, summary: dict[str, Any]) -> None:
+    """Print how close features are to the static model's. summary: as `evaluate.fidelity` gives it."""
     rows = [["patches", "patch"], ["class token or pooled", "class"]]
-    lines = [[what, *(summary[f"{name}_{part}"] for part in ("cosine", "q05", "least"))] for what, name in rows]
+    lines = [[label, *(summary[f"{name}_{part}"] for part in ("cosine", "q05", "least"))] for label, name in rows]
     show_table(f"{title}: cosine to static", ["name", "mean", "5% quantile", "least image"], lines)
-    told_of = {"cost": "cost", "neighbours": "% of nearest neighbours kept", "same_class": "% of classes kept"}
-    console.print(plain(", ".join(f"{what} {summary[name]}" for name, what in told_of.items() if name in summary)))
+    labels = {"cost": "cost", "neighbours": "% of nearest neighbours kept", "same_class": "% of classes kept"}
+    console.print(plain(", ".join(f"{label} {summary[name]}" for name, label in labels.items() if name in summary)))
 
 
 def _static(
-    model: AdaptiveViT, name: str, against: str | None, of_it: tuple[str | None, int | None], dtype: str, place: str
+    model: AdaptiveViT,
+    name: str,
+    against: str | None,
+    opening: tuple[str | None, int | None],
+    dtype: str,
+    place: str,
 ) -> AdaptiveViT | None:
-    """What to agree with, nothing halted in it; None: the model's own weights. of_it: its weights and image size."""
+    """The static model to compare with; None stands for the model's own weights with nothing halted.
+
+    against: the name of another model. opening: the weights and the image size it is opened with.
+    """
     if against is not None:
-        return static_twin(opened(against, *of_it, None, None, dtype, place))
+        return static_twin(opened(against, *opening, None, None, dtype, place))
     recipe = getattr(model, "extra", {}).get("recipe", {})
     if recipe.get("task") == "features" and not recipe.get("freeze_backbone"):
         raise DwindleError(

@@ -1,4 +1,4 @@
-"""Commands that families of models answer: one parser for the options of all, and the function of the one given."""
+"""Commands that families of models implement: one parser with the options of all families, one function per family."""
 
 from __future__ import annotations
 
@@ -15,69 +15,74 @@ from ..errors import DwindleError, listed, unknown
 from ..io.checkpoint import family_at, is_checkpoint, shipped
 from ..show.terminal import only_for
 
-FUNCTIONS = {"eval": "evaluate"}  # where a command's name is a word of Python's
-UNTRAINED = ("bench",)  # also takes names of models that no checkpoint holds
+FUNCTIONS = {"eval": "evaluate"}  # functions that are not named as their command, because Python has the name
+UNTRAINED = ("bench",)  # commands that also take a model's name in place of a checkpoint
 
 
 def single(name: str, function: Callable[..., None], text: str) -> Any:
-    """A command of one function."""
+    """The command that calls one function."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     app.command(name, help=text)(function)
     return typer.main.get_command(app)
 
 
-def answered(name: str, text: str) -> TyperCommand:
-    """A command by its name, as the families that have it answer it."""
-    own = {
+def family_command(name: str, text: str) -> TyperCommand:
+    """The command of this name, with the functions of all families that have it."""
+    commands = {
         family: single(name, getattr(import_module(family.cli), FUNCTIONS.get(name, name)), text)
         for family in families()
         if name in family.commands
     }
-    return Answered(name, text, own)
+    return FamilyCommand(name, text, commands)
 
 
-class Answered(TyperCommand):
-    """The options of all families; an option is given to the family that takes it, or refused."""
+class FamilyCommand(TyperCommand):
+    """A command with the options of all families. It calls the function of the model's family, or refuses an option
+    which that family does not take."""
 
-    def __init__(self, name: str, text: str, own: dict[Family, Any]) -> None:
+    def __init__(self, name: str, text: str, commands: dict[Family, Any]) -> None:
         params: dict[str, Any] = {}
-        takers: dict[str, list[str]] = {}  # of each option
-        for family, command in own.items():
+        takers: dict[str, list[str]] = {}  # option: the families that take it
+        for family, command in commands.items():
             for param in command.params:
                 takers.setdefault(param.name, []).append(family.many)
                 _join(params, param, family)
         for option, many in takers.items():
-            if len(many) < len(own):
+            if len(many) < len(commands):
                 params[option].rich_help_panel = f"For {listed(many, 'and')}"
         super().__init__(name, params=list(params.values()), help=text, rich_markup_mode="rich")
-        self.own, self.takers = own, takers
+        self.commands, self.takers = commands, takers
 
     def invoke(self, ctx: Any) -> Any:
         family = self._family(ctx.params[self.params[0].name])
-        command, one = self.own[family], family.one
+        command = self.commands[family]
         takes = {param.name: param for param in command.params}
-        given = {name: value for name, value in ctx.params.items() if ctx.get_parameter_source(name).name != "DEFAULT"}
-        for name, value in given.items():
+        options = {
+            name: value for name, value in ctx.params.items() if ctx.get_parameter_source(name).name != "DEFAULT"
+        }
+        for name, value in options.items():
             if name not in takes:
-                only_for(listed(self.takers[name], "and"), one, **{name: value})
+                only_for(listed(self.takers[name], "and"), family.one, **{name: value})
         for name, param in takes.items():
             if param.required and not ctx.params[name]:
                 shown = name if param.param_type_name == "argument" else param.opts[0]
-                raise DwindleError(f"dwindle {self.name} needs {shown} for {one}; see dwindle {self.name} --help.")
-        return command.callback(**given)
+                raise DwindleError(
+                    f"dwindle {self.name} needs {shown} for {family.one}; see dwindle {self.name} --help."
+                )
+        return command.callback(**options)
 
     def _family(self, source: str) -> Family:
-        """Of what was named, if it has this command."""
+        """The family of a checkpoint or of a model's name. It must have this command."""
         if self.name in UNTRAINED and not is_checkpoint(source):
-            family = next((family for family in self.own if family.builds(source)), None)
+            family = next((family for family in self.commands if family.builds(source)), None)
             if family is None:
-                known = [*shipped(), *(name for other in self.own for name in other.untrained())]
+                known = [*shipped(), *(name for other in self.commands for name in other.untrained())]
                 hint = "give a model's name, a checkpoint folder or a shipped name"
                 raise unknown("model or checkpoint", source, known, hint)
             return family
         family = family_at(source)
-        if family not in self.own:
-            kinds, own = listed([other.many for other in self.own], "and"), listed(family.commands)
+        if family not in self.commands:
+            kinds, own = listed([other.many for other in self.commands], "and"), listed(family.commands)
             raise DwindleError(
                 f"{source} is {family.one}, and dwindle {self.name} takes {kinds}; with it use dwindle {own}."
             )
@@ -85,7 +90,10 @@ class Answered(TyperCommand):
 
 
 def _join(params: dict[str, Any], param: Any, family: Family) -> None:
-    """Among those of the families before: needed where all need it, and explained where they differ."""
+    """Add a family's option to those of the families before it.
+
+    An option is required if all families require it. Where the help texts differ, it has both.
+    """
     before = params.get(param.name)
     if before is None:
         params[param.name] = copy.copy(param)

@@ -1,6 +1,6 @@
-"""The command line. Every command ends with one line of JSON on stdout; what people read goes before it.
+"""The command line. Every command prints text for people, and then one line of JSON as the last line of stdout.
 
-A command's module is imported when it is called, so that `dwindle --help` costs little.
+A command's module is imported when the command is called, so that `dwindle --help` starts fast.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..core.registry import families
 from ..errors import DwindleError, missing
+from ..runtime.memory import keep_freed_memory
 from ..show.terminal import aside, plain
 from ..version import __version__
-from .families import answered, single
-from .memory import keep_freed_memory
+from .families import family_command, single
 
-COMMANDS = {  # the module here that has a function of that name, and what it does
+COMMANDS = {  # name: (the module here that has a function of that name, the help text)
     "demo": ("demo", "Classify the shipped photographs with the shipped model and draw where the compute went."),
     "train": (
         "train",
@@ -60,8 +60,8 @@ COMMANDS = {  # the module here that has a function of that name, and what it do
 }
 
 
-def sentences() -> dict[str, str]:
-    """What each command does: ours, and those that families of models answer."""
+def help_texts() -> dict[str, str]:
+    """The help text of each command, of those here and of those that families of models implement."""
     texts_of = {name: [text] for name, (_, text) in COMMANDS.items()}
     for family in families():
         for name, text in family.commands.items():
@@ -70,25 +70,25 @@ def sentences() -> dict[str, str]:
 
 
 class Commands(TyperGroup):
-    """Known by their sentences; made when called."""
+    """The group of all commands. It lists them with their help texts, and imports a command when it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(sentences())
+        return list(help_texts())
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        text = sentences().get(name)
+        text = help_texts().get(name)
         return None if text is None else TyperCommand(name, help=text, rich_markup_mode="rich")
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         found: Any
         name, found, rest = super().resolve_command(ctx, args)
-        return name, found and made(found.name, found.help), rest
+        return name, found and command_of(found.name, found.help), rest
 
 
-def made(name: str, text: str) -> TyperCommand:
-    """The command itself, with its options."""
+def command_of(name: str, text: str) -> TyperCommand:
+    """The command of this name, with its options."""
     if name not in COMMANDS:
-        return answered(name, text)
+        return family_command(name, text)
     module = import_module(f".{COMMANDS[name][0]}", __package__)
     return single(name, getattr(module, name), text)
 
@@ -104,20 +104,20 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Errors a user can mend are one sentence on stderr and exit code 2."""
+    """Run the command line. An error that a user can mend ends it with one sentence on stderr and exit code 2."""
     keep_freed_memory()
     try:
         try:
             app()
-        except ModuleNotFoundError as error:  # of an extra
+        except ModuleNotFoundError as error:  # a package of an extra is missing
             raise missing(error) from error
     except (DwindleError, OSError) as error:  # OSError: a full disk, a folder that may not be written
         aside.print(f"[red]dwindle:[/red] {plain(str(error))}", soft_wrap=True)
         sys.exit(2)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         print(f"dwindle {__version__}")
         raise typer.Exit()
 

@@ -23,7 +23,7 @@ def serve(
         typer.Option(help="Another name it is reached under, as behind a proxy; again for each, * for any."),
     ] = None,
 ) -> None:
-    """Until it is stopped."""
+    """Serve the checkpoints until the process is stopped."""
 
     def say(text: str) -> None:
         console.print(plain(text))

@@ -1,4 +1,4 @@
-"""The commands that train: one recipe, several under the same conditions, or many in search of the best."""
+"""The commands that train: one recipe, several methods under the same conditions, or a search for settings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..core import processes as ranks
 from ..errors import DwindleError
 from ..experiments.compare import Compare
 from ..experiments.search import check_searchable, ranges
-from ..experiments.search import search as look
+from ..experiments.search import search as run_search
 from ..files import write_text
-from ..recipes import find_comparison, find_recipe, made
+from ..recipes import build, find_comparison, find_recipe
 from ..show.running import resumes, run_through
 from ..show.terminal import (
     Data,
@@ -71,22 +71,22 @@ def train(
     device: Device = None,
 ) -> None:
     """Train a recipe. A killed run loses what came after its last save (each epoch): go on with --resume."""
-    own: dict[str, Any] = {"method": method, "budget": budget, "epochs": epochs, "weights": weights}
+    of_model: dict[str, Any] = {"method": method, "budget": budget, "epochs": epochs, "weights": weights}
     if (recipe is None) == (model is None):
-        given = f"Recipe {recipe} and --model {model}" if recipe else "Neither a recipe nor --model"
-        raise DwindleError(f"{given}: give the name of a recipe, or --model for a model of your own without one.")
+        both = f"Recipe {recipe} and --model {model}" if recipe else "Neither a recipe nor --model"
+        raise DwindleError(f"{both}: give the name of a recipe, or --model for a model of your own without one.")
     if model is not None:
         only_for("recipes", "--model", preset=preset)
-        made_of: Any = own_recipe(model, **{name: value for name, value in own.items() if value is not None})
+        base: Any = own_recipe(model, **{name: value for name, value in of_model.items() if value is not None})
     else:
-        only_for("--model", f"the recipe {recipe}", **own)
-        made_of = made(find_recipe(str(recipe)), data, preset=preset)
-    settings = changed(made_of, set or [])
+        only_for("--model", f"the recipe {recipe}", **of_model)
+        base = build(find_recipe(str(recipe)), data, preset=preset)
+    settings = changed(base, set or [])
     images: dict[str, Any] = {"holdout": holdout, "skip_corrupt": skip_corrupt or None}
-    for name, given in images.items():
-        if given is not None and not hasattr(settings, name):
-            only_for("vision models", "a text", **{name: given})
-        settings = settings if given is None else changed(settings, [f"{name}={given}"])
+    for name, value in images.items():
+        if value is not None and not hasattr(settings, name):
+            only_for("vision models", "a text", **{name: value})
+        settings = settings if value is None else changed(settings, [f"{name}={value}"])
     if task_named(settings.task).needs_data:
         data, out = needed(data, "train", "--data"), needed(out, "train", "--out")
     out = out or Path("runs") / str(recipe)
@@ -123,7 +123,7 @@ def compare(
 
     Under torchrun each process makes other results, on a GPU of its own.
     """
-    plan = made(find_comparison(comparison), data, preset=preset, source=source)
+    plan = build(find_comparison(comparison), data, preset=preset, source=source)
     for change in set or []:
         name = change.partition("=")[0].strip()
         if name in ("seed", "method") or name.startswith("method."):
@@ -152,7 +152,7 @@ def compare(
         for row in work.results():
             aside.print(plan.told(row))
     if rank:
-        return  # the first process tells of all
+        return  # the first process prints the results of all
     report = work.report()
     for title, columns, rows in report.tables:
         show_table(title if data is None else f"{title} on {data}", columns, rows)
@@ -181,12 +181,12 @@ def search(
     device: Device = None,
 ) -> None:
     """Search lambda_p and lambda_t, or others, with Optuna, on held-out training images. A killed search goes on."""
-    settings: Any = changed(made(find_recipe(recipe), data, preset=preset), set or [])
+    settings: Any = changed(build(find_recipe(recipe), data, preset=preset), set or [])
     check_searchable(settings, recipe)
     logging.getLogger("optuna").setLevel(logging.WARNING)  # the table says what its log would
     with progress_bar() as bar:
         task = bar.add_task("trials", total=trials)
-        result = look(
+        result = run_search(
             settings,
             data,
             out,
@@ -204,7 +204,7 @@ def search(
 
 
 def _number(budget: str | None) -> float | str | None:
-    """A share of the static cost, or GMACs as they were given."""
+    """The budget as a number where it is a share of the static cost; GMACs stay the text they are."""
     try:
         return None if budget is None else float(budget)
     except ValueError:

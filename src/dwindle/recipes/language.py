@@ -30,7 +30,7 @@ def tsa_shakespeare() -> LMRecipe:
 
 
 def tsa_shakespeare_large() -> LMRecipe:
-    """At the scale where the gates are the paper's 1.7% of parameters (nanoGPT's character model). For a GPU.
+    """The size of nanoGPT's character model, at which the gates are the paper's 1.7% of parameters. For a GPU.
 
     dwindle train tsa_shakespeare_large
     """
@@ -38,10 +38,10 @@ def tsa_shakespeare_large() -> LMRecipe:
 
 
 def tsa_enwik8() -> LMRecipe:
-    """The same on enwik8's bytes (90M, 5M and 5M). For a GPU.
+    """The same model on enwik8's bytes: 90M to train, 5M to validate, 5M to test. For a GPU.
 
     dwindle train tsa_enwik8 --data DATA/enwik8
-    Of another file, the same shares: --data bytes:FILE
+    Another file is split in the same shares: --data bytes:FILE
     """
     return LMRecipe(
         data="enwik8",
@@ -77,17 +77,17 @@ def tsa_tiny_test() -> LMRecipe:
 
 
 def tsa_shakespeare_compare() -> LMComparison:
-    """What of the paper holds on Tiny-Shakespeare: every router under the same conditions, three seeds. For a GPU.
+    """Tests the paper's claims on Tiny-Shakespeare: every router under the same conditions, three seeds. For a GPU.
 
     dwindle compare tsa_shakespeare_compare --out runs/tsa_shakespeare --until 8
-    The same command goes on with what is missing; with --until 0 it only draws what is there.
+    The same command continues with the missing results; with --until 0 it only draws those that exist.
     """
     base = dataclasses.replace(tsa_shakespeare_large(), steps=900, batch=32, eval_every=450)
     return LMComparison(base, penalties=(0.0, 0.02))
 
 
 def tsa_enwik8_compare() -> LMComparison:
-    """The same on enwik8, on 44 of its 90 million bytes. For a GPU.
+    """The same comparison on enwik8, on 44 of its 90 million bytes. For a GPU.
 
     dwindle compare tsa_enwik8_compare --data DATA/enwik8 --out runs/tsa_enwik8
     """
@@ -96,7 +96,7 @@ def tsa_enwik8_compare() -> LMComparison:
 
 
 def tsa_small_compare() -> LMComparison:
-    """The comparison at a size a CPU trains: about 2 minutes for each of 8 trainings and seed on one core.
+    """The comparison at a size that a CPU can train: 8 trainings per seed, each about 2 minutes on one core.
 
     dwindle compare tsa_small_compare --out runs/tsa_small
     """
@@ -110,6 +110,6 @@ def tsa_tiny_compare() -> LMComparison:
     dwindle compare tsa_tiny_compare --out runs/tsa_tiny_compare
     """
     base = dataclasses.replace(tsa_tiny_test(), eval_every=20)
-    # Gates half open and any loss allowed, so that there is something to match after a few steps.
+    # Gates begin half open and any loss is allowed, so that a few steps are enough for thresholds to differ.
     settings: dict[str, Any] = {"taus": (0.1, 0.5), "allowed": 1.0, "options": {"open": 0.0}}
     return LMComparison(base, penalties=(0.0, 0.5), seeds=(0, 1), windows=4, seconds=0.1, **settings)

@@ -1,9 +1,9 @@
-"""What the papers print, a recipe for each row of their tables. `--data` says on which data set, `--preset` which row.
+"""The papers' settings: a recipe for each row of their tables. `--data` names the data set, `--preset` the row.
 
 AHT-ViT section 3.5: DeiT-S, 50 epochs, AdamW, learning rate 1e-4 with cosine decay, weight decay 0.05, RandAugment. Not
 printed, and chosen here: the batch (1,024 images, as DeiT's, whatever the number of processes) and the warm-up. The
-rule for another batch is linear: `--set global_batch=256` trains at a quarter of the learning rate. What stands under
-"printed" is the papers' number: the runs want the whole of ImageNet-1K or Places365, and a machine of GPUs.
+rule for another batch is linear: `--set global_batch=256` trains at a quarter of the learning rate. Numbers called
+"printed" are the papers': the runs need all of ImageNet-1K or Places365, and a machine with several GPUs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def aht_grounded(preset: str = "balanced", data: str = "imagenet") -> Recipe:
 
     torchrun --nproc-per-node 8 -m dwindle train aht_grounded --preset balanced --data imagenet --out runs/aht_grounded
 
-    Its teacher is the model it begins from. On other data that has nothing to say of the classes: begin from a static
-    model trained there (folder STATIC), --set weights=STATIC --set teacher=STATIC.
+    Its teacher is the model it begins from. On other data that model does not know the classes: begin from a static
+    model trained there (folder STATIC), with --set weights=STATIC --set teacher=STATIC.
     """
     return dataclasses.replace(_conditions(data), method_options=grounded(preset), **_taught(data))
 
 
 def aht_printed_transfer(preset: str = "balanced", data: str = "cifar100") -> Recipe:
-    """Table 4: a trained AHT-ViT (folder RUN) on another data set. Planners, gamma, beta come along; the head is new.
+    """Table 4: a trained AHT-ViT (folder RUN) on another data set. It keeps planners, gamma and beta; its head is new.
 
     dwindle train aht_printed_transfer --data places365 --set weights=RUN --out runs/aht_places365
 
@@ -50,8 +50,8 @@ def aht_printed_transfer(preset: str = "balanced", data: str = "cifar100") -> Re
 
 
 def aht_grounded_transfer(preset: str = "balanced", data: str = "cifar100") -> Recipe:
-    """The same of a grounded AHT-ViT, whose bar comes along too. It learns from the labels alone, as the static model's
-    head does not know the classes.
+    """The same for a grounded AHT-ViT, which also keeps its halting bar. It learns from the labels alone, because the
+    static model's head does not know the classes.
 
     dwindle train aht_grounded_transfer --data cifar100 --set weights=RUN --out runs/aht_cifar100
     """
@@ -80,7 +80,7 @@ def dynamicvit_deit_small(data: str = "imagenet") -> Recipe:
 
 
 def avit_deit_small(data: str = "imagenet") -> Recipe:
-    """A-ViT-S by its own paper: 100 epochs at 1.5e-3, no mixup, no distillation.
+    """A-ViT-S with its own paper's settings: 100 epochs at 1.5e-3, no mixup, no distillation.
 
     torchrun --nproc-per-node 8 -m dwindle train avit_deit_small --data imagenet --out runs/avit_deit_small
 
@@ -90,7 +90,7 @@ def avit_deit_small(data: str = "imagenet") -> Recipe:
 
 
 def avit_deit_tiny(data: str = "imagenet") -> Recipe:
-    """A-ViT-T by its own paper.
+    """A-ViT-T with its own paper's settings.
 
     torchrun --nproc-per-node 8 -m dwindle train avit_deit_tiny --data imagenet --out runs/avit_deit_tiny
 
@@ -100,21 +100,28 @@ def avit_deit_tiny(data: str = "imagenet") -> Recipe:
 
 
 def printed(preset: str) -> dict[str, Any]:
-    """Settings of the method as printed."""
-    AHT.preset(preset)  # or it says which there are
+    """Settings of the method as printed, for a configuration of Table 2."""
+    AHT.preset(preset)  # raises for an unknown name
     return {**PRESETS[preset], **PRINTED}
 
 
 def grounded(preset: str) -> dict[str, Any]:
-    """Settings of the grounded method: the less it may cost, the earlier planners must speak (docs/methods/aht.md)."""
+    """Settings of the grounded method at the cost that Table 3 reports for a configuration."""
     AHT.preset(preset)
-    budget = PRESETS[preset]["budget"]
+    return grounded_at(PRESETS[preset]["budget"])
+
+
+def grounded_at(budget: float, **options: Any) -> dict[str, Any]:
+    """Settings of the grounded method for a budget: the lower it is, the earlier planners start (docs/methods/aht.md).
+
+    The budget limits the cost and the teacher's answers tell what tokens are worth, so that no ponder cost is needed.
+    """
     stages = (4, 6, 8) if budget > 0.6 else (2, 4, 6, 8, 10)
-    return {"budget": budget, "stages": stages, "merge": "nearest", "lambda_p": 0.0}
+    return {"budget": budget, "stages": stages, "merge": "nearest", "lambda_p": 0.0, **options}
 
 
 def _conditions(data: str) -> Recipe:
-    """What all rows of Table 3 share. CIFAR-100's pictures are small: a crop of a twelfth of one shows nothing."""
+    """The conditions of all rows of Table 3. CIFAR-100's images are too small to crop a twelfth (0.08) of one."""
     return Recipe(
         epochs=50,
         global_batch=BATCH,
@@ -125,9 +132,10 @@ def _conditions(data: str) -> Recipe:
 
 
 def _taught(data: str) -> dict[str, Any]:
-    """By the weights of ImageNet, where the head is theirs; elsewhere it is new, and has nothing to teach."""
+    """Settings of the teacher: the static model on ImageNet; none elsewhere, where its head is new."""
     return {"teacher": "static"} if data == "imagenet" else {}
 
 
 def _avit(model: str, data: str) -> Recipe:
+    """A-ViT with its own paper's settings, on this backbone."""
     return dataclasses.replace(_conditions(data), model=model, method="AViT", epochs=100, lr=1.5e-3, method_lr=1.5e-3)

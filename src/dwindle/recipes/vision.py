@@ -10,6 +10,7 @@ from ..models.adaperceiver.compare import AdaComparison
 from ..models.adaperceiver.recipe import AdaRecipe
 from ..models.vit.compare import GROUNDED, Comparison, Entry
 from ..train.recipe import Recipe
+from .papers import grounded_at
 
 
 def aht_deit_tiny_imagenet() -> Recipe:
@@ -21,26 +22,20 @@ def aht_deit_tiny_imagenet() -> Recipe:
     return Recipe(
         model="deit_tiny_patch16_224",
         method="AHT",
-        method_options=_aht(0.67, hidden=192),
+        method_options=grounded_at(0.67, hidden=192),
         epochs=1000,
         batch=200,
         lr=5e-5,
         teacher="static",
         label_weight=0.0,
-        min_scale=0.25,
-        jitter=0.3,
-        mixup=0.8,
-        cutmix=1.0,
-        mix_prob=0.8,
-        augment=None,
-        erase=0.0,
+        **_mixed(min_scale=0.25, jitter=0.3, mixup=0.8, mix_prob=0.8),
         eval_every=1000,
         save_every=100,
     )
 
 
 def aht_cifar100() -> Recipe:
-    """AHT-ViT on DeiT-T, CIFAR-100 at 224, by the paper's optimiser.
+    """AHT-ViT on DeiT-T, CIFAR-100 at 224 pixels, with the paper's optimiser.
 
     dwindle train aht_cifar100 --data DATA/cifar100 --out runs/aht_cifar100 \\
         --set weights=DATA/deit_tiny_patch16_224/model.safetensors
@@ -58,7 +53,7 @@ def avit_cifar100() -> Recipe:
 
 
 def static_cifar100() -> Recipe:
-    """The backbone alone, under the same conditions: what the others are measured against.
+    """The backbone alone under the same conditions, as the reference for the others.
 
     dwindle train static_cifar100 --data DATA/cifar100 --out runs/static_cifar100 \\
         --set weights=DATA/deit_tiny_patch16_224/model.safetensors
@@ -80,7 +75,7 @@ def aht_deit_tiny_cifar100() -> Recipe:
     dwindle train aht_deit_tiny_cifar100 --data DATA/cifar100 --out runs/aht_deit_tiny_cifar100 \\
         --set weights=STATIC --set teacher=STATIC
     """
-    return dataclasses.replace(_cifar100(), method_options=_aht(0.67), lr=1e-4)
+    return dataclasses.replace(_cifar100(), method_options=grounded_at(0.67), lr=1e-4)
 
 
 def ada_cifar100() -> Recipe:
@@ -95,13 +90,13 @@ def ada_cifar100() -> Recipe:
 
 
 def ada_cifar100_cpu() -> Recipe:
-    """`ada_cifar100` as far as two cores come in an hour and a half, if they multiply in bf16.
+    """`ada_cifar100` with as many epochs as two cores that multiply in bf16 train in an hour and a half.
 
     dwindle train ada_cifar100_cpu --data DATA/cifar100 --out runs/ada_cifar100_cpu --set compile=true
 
     2 cores of an AMD EPYC (Zen 5), 88 minutes: 82.84 at 96 tokens, 12 blocks, width 192. With --set
-    weights=runs/ada_cifar100_cpu --set epochs=12 --set views=4 two hours more: 83.52. With one read-out mended it ships
-    as `ada_small_cifar100` (docs/adaperceiver.md).
+    weights=runs/ada_cifar100_cpu --set epochs=12 --set views=4 and two more hours: 83.52. With one read-out corrected
+    it ships as `ada_small_cifar100` (docs/adaperceiver.md).
     """
     return _ada_cifar100_cpu(7)
 
@@ -117,7 +112,7 @@ def _ada_cifar100() -> AdaRecipe:
         _ada(144),
         method_options={"tokens": (32, 64, 96), "readouts": "own", "mask": "open"},
         mask_steps=0.4,
-        # All axes from the beginning: one schedule, in which every setting has all the time there is.
+        # All axes vary from the first epoch on, so that every setting is trained for the whole schedule.
         stages=(0.0, 0.0, 1.0),
         largest_weight=0.5,
         full_width=0.4,
@@ -137,17 +132,11 @@ def _ada(epochs: int) -> AdaRecipe:
         ema=0.999,
         restart=False,
         depth_weight=2.0,
-        # Mixed images and a teacher's opinion of them: what a small data set has most of.
+        # A small data set gains most from mixed images, and from a teacher's answers on them.
         label_weight=0.2,
         teacher_weight=0.8,
         smoothing=0.0,
-        min_scale=0.4,
-        jitter=0.2,
-        mixup=0.2,
-        cutmix=1.0,
-        mix_prob=0.8,
-        augment=None,
-        erase=0.0,
+        **_mixed(min_scale=0.4, jitter=0.2, mixup=0.2, mix_prob=0.8),
         resident=True,
         eval_every=24,
         save_every=8,
@@ -155,14 +144,14 @@ def _ada(epochs: int) -> AdaRecipe:
 
 
 def ada_static_cifar100() -> Recipe:
-    """The same network at one setting only: what `ada_cifar100` is measured against. A smaller one by its settings;
-    this is 32 tokens, 6 blocks, width 96 (half the neurons of an FFN):
+    """The same network at one setting only, as the reference for `ada_cifar100`. --set makes it smaller, as here to 32
+    tokens, 6 blocks, width 96 (half the neurons of an FFN):
 
     dwindle train ada_static_cifar100 --data DATA/cifar100 --out runs/ada_32_6_96 --set "method.tokens=(32,)" \\
         --set method.depth=6 --set method.ffn_ratio=2.0
 
-    One H200, bf16: 68.69; 64 tokens, 9 blocks, width 144: 81.29; 96, 12, 192: 85.54. A third of the epochs: the three
-    of them together see as many images as `ada_cifar100`.
+    One H200, bf16: 68.69; 64 tokens, 9 blocks, width 144: 81.29; 96, 12, 192: 85.54. It has a third of the epochs, so
+    that the three sizes together see as many images as `ada_cifar100`.
     """
     fixed = {"tokens": (96,), "widths": (192,)}
     return dataclasses.replace(_ada(48), method_options=fixed, stages=(1.0, 0.0, 0.0))
@@ -173,7 +162,7 @@ def ada_cifar100_compare() -> AdaComparison:
 
     dwindle compare ada_cifar100_compare --data DATA/cifar100 --out runs/ada_cifar100_compare
 
-    docs/adaperceiver.md has what its parts gave on one H200, where the adaptive network takes 11 minutes.
+    docs/adaperceiver.md has its results on one H200, where the adaptive network takes 11 minutes.
     """
     return _ada_comparison(_ada_cifar100())
 
@@ -183,7 +172,7 @@ def ada_cifar100_cpu_compare() -> AdaComparison:
 
     dwindle compare ada_cifar100_cpu_compare --data DATA/cifar100 --out runs/ada_cpu_compare
 
-    The static ones on 2 cores of an AMD EPYC: 52.86, 75.10 and 83.25 (docs/adaperceiver.md, beside the shipped one).
+    The networks of one setting on 2 cores of an AMD EPYC: 52.86, 75.10 and 83.25 (docs/adaperceiver.md).
     """
     return _ada_comparison(dataclasses.replace(_ada_cifar100_cpu(21), views=4, compile=True))
 
@@ -202,7 +191,7 @@ def ada_segment() -> Recipe:
     dwindle train ada_segment --data DATA/ade20k --out runs/ada_segment --set weights=ADA --set freeze_backbone=true \\
         --set "method.tokens=(32,64,96)" --set method.mask=open
 
-    Token loss only, on images cut and flipped together with their targets.
+    Only the token loss, on images cropped and flipped together with their targets.
     """
     return AdaRecipe(
         task="segmentation",
@@ -260,14 +249,13 @@ def tiny_test() -> Recipe:
     )
 
 
-def _aht(cost: float, **options: Any) -> dict[str, Any]:
-    """AHT-ViT for a cost: the less of it, the earlier planners must speak (docs/methods/aht.md, Heirs)."""
-    stages = (4, 6, 8) if cost > 0.6 else (2, 4, 6, 8, 10)
-    # The budget says what may be spent and the teacher's answers what tokens are worth: no ponder cost beside them.
-    return {"budget": cost, "stages": stages, "merge": "nearest", "lambda_p": 0.0, **options}
+def _mixed(min_scale: float, jitter: float, mixup: float, mix_prob: float) -> dict[str, Any]:
+    """Settings of the training images: mixed by mixup or CutMix, without RandAugment and erasing."""
+    settings: dict[str, Any] = {"min_scale": min_scale, "jitter": jitter, "mixup": mixup, "mix_prob": mix_prob}
+    return {**settings, "cutmix": 1.0, "augment": None, "erase": 0.0}
 
 
-_GROUNDED = {"merge": "nearest", "lambda_attention": 0.2}
+_MERGING = {"merge": "nearest", "lambda_attention": 0.2}  # what the grounded AHT has beside its planners
 
 
 def _cifar100() -> Recipe:
@@ -277,13 +265,7 @@ def _cifar100() -> Recipe:
         epochs=20,
         batch=512,
         lr=3e-4,
-        min_scale=0.4,
-        jitter=0.2,
-        mixup=0.2,
-        cutmix=1.0,
-        mix_prob=0.5,
-        augment=None,
-        erase=0.0,
+        **_mixed(min_scale=0.4, jitter=0.2, mixup=0.2, mix_prob=0.5),
         label_weight=0.5,
         teacher_weight=0.5,
         resident=True,
@@ -294,8 +276,8 @@ def _cifar100() -> Recipe:
 
 def cifar100_deit_tiny() -> Comparison:
     """Table 4's row with every method: DeiT-T, CIFAR-100 at 224. Static: 20 epochs from the ImageNet weights. Every
-    method: 20 epochs from that model's weights, with it as teacher; "static again" is the static model under these very
-    conditions, and what the others are measured against.
+    method: 20 epochs from that model's weights, with it as teacher. "static again" is the static model trained under
+    the same conditions, the reference for the others.
 
     dwindle compare cifar100_deit_tiny --data DATA/cifar100 --out runs/cifar100 \\
         --set weights=DATA/deit_tiny_patch16_224/model.safetensors
@@ -311,28 +293,27 @@ def cifar100_deit_tiny() -> Comparison:
         static_seeds=seeds,
         entries=(
             Entry("static again", "Static", by_cost={1.0: {}}, costs=(1.0,), seeds=seeds),
-            Entry("AHT", "AHT", by_cost={cost: _aht(cost) for cost in costs}, seeds=seeds, label=GROUNDED),
+            Entry("AHT", "AHT", by_cost={cost: grounded_at(cost) for cost in costs}, seeds=seeds, label=GROUNDED),
             Entry("TopK", "TopK", seeds=seeds),
             Entry("TopK fused", "TopK", {"fuse": True}),
             Entry("DynamicViT", "DynamicViT"),
             Entry("A-ViT", "AViT", by_cost=targets),
             Entry("ToMe", "ToMe", train="never"),
             Entry("Shallow", "Shallow", by_cost=depths),
-            # Two of three heads, and a third less of all channels.
+            # DeiT-T with two of its three heads, and so with two thirds of all channels.
             Entry("narrower", "Static", by_cost={0.46: {}}, costs=(0.46,), changes={"heads": 2}),
-            # What the grounded AHT has beside its planners.
-            Entry("TopK merging + attention", "TopK", _GROUNDED),
-            Entry("DynamicViT merging + attention", "DynamicViT", _GROUNDED),
-            Entry("A-ViT merging + attention", "AViT", _GROUNDED, targets),
+            Entry("TopK merging + attention", "TopK", _MERGING),
+            Entry("DynamicViT merging + attention", "DynamicViT", _MERGING),
+            Entry("A-ViT merging + attention", "AViT", _MERGING, targets),
             Entry("Random merging", "Random", {"merge": "nearest"}),
             Entry("ACT", "ACT", train="once"),
             Entry("ACT at the budget", "ACT"),
             Entry("PonderNet", "PonderNet", train="once"),
-            # p then is the prior times exp(-loss): no depth is left without training.
+            # At beta_kl = 1 the optimal p is the prior times exp(-loss), so that every depth is trained.
             Entry("PonderNet beta_kl = 1", "PonderNet", {"beta_kl": 1.0}, train="once"),
             Entry("Confidence", "Confidence", train="once"),
             Entry("Similarity", "Similarity", train="once"),
-            # Table 5, and the ablations the paper calls for in its conclusion.
+            # Table 5, and the ablations that the paper's conclusion calls for.
             _ablation("lambda_t = 0", lambda_t=0.0),
             _ablation("lambda_t = 0.5", lambda_t=0.5),
             _ablation("T = 1", threshold=1.0),
@@ -352,13 +333,13 @@ def cifar100_deit_tiny() -> Comparison:
 def _ablation(
     name: str, costs: tuple[float, ...] = (0.67,), seeds: tuple[int, ...] | None = None, **options: Any
 ) -> Entry:
-    by_cost = {cost: _aht(cost, **options) for cost in costs}
+    by_cost = {cost: grounded_at(cost, **options) for cost in costs}
     return Entry(name, "AHT", by_cost=by_cost, costs=costs, seeds=seeds, group="ablation")
 
 
 def imagenet_deit_tiny() -> Comparison:
-    """DeiT-T as it is, made adaptive with 1,000 unlabelled ImageNet images and itself as teacher; beside it what needs
-    no training.
+    """DeiT-T as published, made adaptive with 1,000 unlabelled ImageNet images and itself as teacher; beside it methods
+    that need no training.
 
     dwindle compare imagenet_deit_tiny --data DATA/imagenet_samples --eval-data DATA/imagenet_val --out runs/imagenet \\
         --set weights=DATA/deit_tiny_patch16_224/model.safetensors
@@ -368,7 +349,7 @@ def imagenet_deit_tiny() -> Comparison:
         base=dataclasses.replace(aht_deit_tiny_imagenet(), method_options={}, resident=True),
         pretrained_static=True,
         entries=(
-            Entry("AHT", "AHT", by_cost={cost: _aht(cost, hidden=192) for cost in costs}, label=GROUNDED),
+            Entry("AHT", "AHT", by_cost={cost: grounded_at(cost, hidden=192) for cost in costs}, label=GROUNDED),
             Entry("TopK", "TopK"),
             Entry("DynamicViT", "DynamicViT"),
             Entry("A-ViT", "AViT", by_cost={cost: {"target_depth": 12 * cost} for cost in costs}),

@@ -1,4 +1,4 @@
-"""The bodies of requests: read within a memory for all of them, and JSON without surprises in it."""
+"""The bodies of requests: read within one memory limit for all of them, and JSON parsed within bounds."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from starlette.requests import ClientDisconnect
 
 from .limits import Limits, Refused
 
-SLOW = 2.0  # seconds after which a body that is not here whole gives way to others
-LONG = 512  # bytes from which a string of JSON is taken for an image
-QUOTES = ESCAPES = 64  # inside of one string of JSON, and one after the other; an image has none
+SLOW = 2.0  # seconds after which an incomplete body may be given up for others
+LONG = 512  # bytes beyond which a string in JSON is taken for an image
+QUOTES = ESCAPES = 64  # escaped quotes in a string of JSON, and backslashes in a row; an image has none
 
 
 class Body:
+    """A body that is being read, or held in memory."""
+
     def __init__(self) -> None:
         self.data, self.size = bytearray(), 0
         self.began = time.monotonic()
@@ -29,15 +31,15 @@ class Body:
 
 
 class Bodies:
-    """All that lie in memory."""
+    """All bodies that are in memory."""
 
     def __init__(self, limits: Limits) -> None:
         self.most, self.held = limits.bodies, 0
-        self.coming: dict[Body, None] = {}  # the oldest first
+        self.coming: dict[Body, None] = {}  # bodies that are being read, the oldest first
 
     @asynccontextmanager
     async def read(self, request: Request, most: int) -> AsyncIterator[bytearray]:
-        """The body, if it is allowed to be that large. It counts for as long as the context lasts."""
+        """The body, of at most so many bytes. It counts as held for as long as the context lasts."""
         body = Body()
         try:
             await self._fill(body, request, most)
@@ -46,6 +48,7 @@ class Bodies:
             self.held -= body.size
 
     async def _fill(self, body: Body, request: Request, most: int) -> None:
+        """Read the request into the body, or refuse it."""
         too_much = Refused(413, f"The request has more than the {most} bytes allowed; send a smaller image.")
         headers = request.headers
         encoded = headers.get("content-encoding", "identity").lower() != "identity"
@@ -58,7 +61,7 @@ class Bodies:
             async with body.patience:
                 self.coming[body] = None
                 async for chunk in request.stream():
-                    if body.given_up:  # the chunk was there before it was told
+                    if body.given_up:  # the timeout is set, but this chunk came before it
                         raise TimeoutError
                     if len(body.data) + len(chunk) > most:
                         raise too_much
@@ -74,10 +77,11 @@ class Bodies:
             self.coming.pop(body, None)
 
     def _make_room(self, body: Body, size: int) -> None:
-        """By giving up those that have come for long and are not here yet."""
+        """Make room for so many bytes of a body, by giving up incomplete bodies that have been slow."""
         now = time.monotonic()
         while self.held + size > self.most:
-            slow = next((one for one in self.coming if one is not body and one.size and now - one.began > SLOW), None)
+            others = (other for other in self.coming if other is not body and other.size)
+            slow = next((other for other in others if now - other.began > SLOW), None)
             if slow is None:
                 raise Refused(503, "The server has too much to read at once; try again shortly.", 1)
             self.coming.pop(slow)
@@ -90,41 +94,42 @@ class Bodies:
 
 
 def is_json(request: Request) -> bool:
+    """Whether the body is said to be JSON."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
 
 
 def parsed(body: bytearray, limits: Limits) -> dict[str, Any]:
-    """A JSON object, in which a long string is a view of the body.
+    """The body as a JSON object, in which each long string is a view of the body.
 
-    What becomes Python objects is bounded: all that is not a long string has at most `limits.settings` bytes.
+    The number of Python objects is bounded: everything except long strings has at most `limits.settings` bytes.
     """
-    wrong = Refused(422, "The body is not valid JSON; send an object with an 'image' in base64.")
+    invalid = Refused(422, "The body is not valid JSON; send an object with an 'image' in base64.")
     try:
         text, strings = _without_long_strings(body, limits)
-        given = json.loads(
+        value = json.loads(
             text.decode("utf-8-sig"),
             parse_int=_whole,
-            object_hook=lambda found: {
-                key: strings.get(value, value) if isinstance(value, str) else value for key, value in found.items()
+            object_hook=lambda pairs: {
+                key: strings.get(item, item) if isinstance(item, str) else item for key, item in pairs.items()
             },
         )
     except (ValueError, RecursionError):
-        raise wrong from None
-    if not isinstance(given, dict):
+        raise invalid from None
+    if not isinstance(value, dict):
         raise Refused(422, "The body must be a JSON object with an 'image' in base64.")
-    return given
+    return value
 
 
 def _whole(digits: str) -> int:
-    """Of a number longer than 64 bits only that it is: Python reads none of thousands of digits, and what stands beside
-    it shall have its answer."""
+    """The number, or one just above 64 bits in place of a longer one. Python refuses to parse thousands of digits, and
+    then the other images of a batch would get no answer."""
     return int(digits) if len(digits) <= 20 else -(1 << 64) if digits[0] == "-" else 1 << 64
 
 
 def _without_long_strings(body: bytearray, limits: Limits) -> tuple[bytes, dict[str, memoryview]]:
-    """JSON in which a name stands for each long string, and what stands for what."""
+    """The JSON with a short name in place of each long string, and the strings by these names."""
     too_much = Refused(422, f"The JSON has more than {limits.settings} bytes beside its images; send images only.")
-    secret, whole = secrets.token_hex(8), memoryview(body)  # no name can be guessed
+    secret, whole = secrets.token_hex(8), memoryview(body)  # so that no client can guess a name
     text, strings, at = bytearray(), dict[str, memoryview](), 0
     while (begin := body.find(b'"', at)) >= 0:
         end = _end_of_string(body, begin + 1)
@@ -144,6 +149,7 @@ def _without_long_strings(body: bytearray, limits: Limits) -> tuple[bytes, dict[
 
 
 def _end_of_string(body: bytearray, at: int) -> int:
+    """The position of the quote that ends the string whose text begins at `at`."""
     for _ in range(QUOTES):
         at = body.find(b'"', at)
         if at < 0:

@@ -1,4 +1,4 @@
-"""What a server gives to its clients: bytes, pixels, seconds and places. And how it says no."""
+"""The limits of a server for its clients: bytes, pixels, seconds and places; and how it refuses a request."""
 
 from __future__ import annotations
 
@@ -11,46 +11,48 @@ from ..errors import DwindleError
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a server. The defaults hold on two cores."""
+    """The limits of a server. The defaults are meant for two cores."""
 
-    # Of one request
-    bytes: int = 10 << 20  # of one image, encoded
-    pixels: int = 25_000_000  # of one image, as it is and as it is resized; known from its header, before decoding
-    images: int = 32  # in one request
+    # Limits of one request
+    bytes: int = 10 << 20  # bytes of one image, encoded
+    pixels: int = (
+        25_000_000  # pixels of one image, as it is and as it is resized; its header tells them before decoding
+    )
+    images: int = 32  # images in one request
     together: int = 48 << 20  # bytes of all images of one request, encoded
     settings: int = 64 << 10  # bytes of a JSON body beside its images
     seconds: float = 30.0  # from the first byte of a request to its answer
-    upload_seconds: float = 15.0  # of these, for the body to arrive
-    head_seconds: float = 10.0  # and for the request line and its headers
-    head_bytes: int = 16 << 10  # of the request line and its headers
+    upload_seconds: float = 15.0  # of these, seconds for the body to arrive
+    head_seconds: float = 10.0  # of these, seconds for the request line and its headers
+    head_bytes: int = 16 << 10  # bytes of the request line and its headers
     head_fields: int = 100  # headers
-    body_patience: float = 5.0  # seconds in which a body may come at any pace
-    body_rate: int = 16 << 10  # bytes a second that it must have come at, on average, from then on
+    body_patience: float = 5.0  # seconds in which a body may come at any rate
+    body_rate: int = 16 << 10  # bytes a second at which a body must come after that, on average
 
-    # Of all together
+    # Limits of all requests together
     waiting: int = 256  # images accepted and not yet answered; beyond it 429
-    connections: int = 512  # open; beyond it the one that the server has waited for longest is closed
-    bodies: int = 256 << 20  # bytes of all bodies that lie in memory; beyond it 503
-    decoded: int = 1 << 30  # bytes of all images that are being decoded and resized; beyond it they wait in line
+    connections: int = 512  # open connections; beyond it one that the server has waited for long is closed
+    bodies: int = 256 << 20  # bytes of all bodies in memory; beyond it 503
+    decoded: int = 1 << 30  # bytes of all images that are being decoded and resized; beyond it images wait
 
-    # Of a connection
-    idle_seconds: float = 10.0  # between two requests
-    taking_seconds: float = 30.0  # for a client to take its answer
+    # Limits of a connection
+    idle_seconds: float = 10.0  # seconds between two requests
+    taking_seconds: float = 30.0  # seconds for a client to read its answer
     pipelined: int = 8  # requests sent before the first of them is answered
 
-    # Of a batch
+    # Limits of a batch
     batch: int = 32  # images that run together
-    linger: float = 0.004  # seconds the first of a batch waits for company
-    linger_busy: float = 0.06  # the same while other batches run and more images are on their way: cores are not idle
+    linger: float = 0.004  # seconds that the first image of a batch waits for others
+    linger_busy: float = 0.06  # the same while other batches keep the cores busy and more images are being decoded
 
     @property
     def one_body(self) -> int:
-        """Bytes of a request with one image: base64 takes 4 for 3."""
+        """The bytes of a request with one image. Base64 takes 4 bytes for 3."""
         return self.bytes * 4 // 3 + self.settings
 
     @property
     def body(self) -> int:
-        """Bytes of a request with many."""
+        """The bytes of a request with many images."""
         return min(self.together, self.images * self.bytes) * 4 // 3 + self.settings
 
 
@@ -68,22 +70,22 @@ class Refused(Exception):
 
 
 def checked_token(token: str | None) -> str | None:
-    """A token that can be sent in a header (RFC 6750). None: everyone may ask."""
+    """The token, if it can be sent in a header (RFC 6750). None: the server answers everyone."""
     if token is None:
         return None
     if not re.fullmatch(r"[!-~]+", token):
-        given = "is empty" if not token else "holds a space, a control character or one that is not ASCII"
+        fault = "is empty" if not token else "holds a space, a control character or one that is not ASCII"
         raise DwindleError(
-            f"DWINDLE_TOKEN {given}; set it to letters, digits and signs of ASCII without spaces, or unset it to serve "
+            f"DWINDLE_TOKEN {fault}; set it to letters, digits and signs of ASCII without spaces, or unset it to serve "
             "everyone."
         )
     return token
 
 
 def authorised(header: str | None, token: str | None) -> bool:
-    """Compared in a time that does not tell how much of it was right."""
+    """Whether an Authorization header has the token. The time this takes does not tell how much of it was right."""
     if token is None:
         return True
-    kind, _, given = (header or "").partition(" ")
-    right = hmac.compare_digest(given.strip().encode(), token.encode())
-    return kind.lower() == "bearer" and right
+    scheme, _, sent = (header or "").partition(" ")
+    right = hmac.compare_digest(sent.strip().encode(), token.encode())
+    return scheme.lower() == "bearer" and right

@@ -1,4 +1,4 @@
-"""What /metrics says."""
+"""The metrics of a server, in Prometheus' format at /metrics."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ ROUTES = ("/v1/classify", "/v1/batch", "/v1/explain", "/v1/models", "/v1/samples
 
 
 class Metrics:
+    """Counters and histograms of one server."""
+
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        parts: dict[str, Any] = {"registry": self.registry}
-        self.requests = Counter("dwindle_requests", "Requests answered", ["route", "status"], **parts)
-        self.seconds = Histogram("dwindle_request_seconds", "From first byte in to last byte out", ["route"], **parts)
+        options: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter("dwindle_requests", "Requests answered", ["route", "status"], **options)
+        self.seconds = Histogram("dwindle_request_seconds", "From first byte in to last byte out", ["route"], **options)
         sizes = (1, 2, 4, 8, 16, 32)
-        self.batches = Histogram("dwindle_batch_images", "Images that ran together", buckets=sizes, **parts)
-        self.busy = Counter("dwindle_model_seconds", "Time the models ran", **parts)
-        self.dropped = Counter("dwindle_dropped_connections", "Connections closed on their client", ["why"], **parts)
-        self.waiting = Gauge("dwindle_waiting_images", "Images accepted and not yet answered", **parts)
+        self.batches = Histogram("dwindle_batch_images", "Images that ran together", buckets=sizes, **options)
+        self.busy = Counter("dwindle_model_seconds", "Time the models ran", **options)
+        self.dropped = Counter("dwindle_dropped_connections", "Connections closed on their client", ["why"], **options)
+        self.waiting = Gauge("dwindle_waiting_images", "Images accepted and not yet answered", **options)
 
     def watch(self, waiting: Callable[[], float]) -> None:
         self.waiting.set_function(waiting)
@@ -32,7 +34,7 @@ class Metrics:
         self.busy.inc(seconds)
 
     def answered(self, path: str, status: int, seconds: float) -> None:
-        route = path if path in ROUTES else "other"  # a fixed set: no client can make labels up
+        route = path if path in ROUTES else "other"  # a fixed set, so that clients cannot create labels
         self.requests.labels(route, str(status)).inc()
         self.seconds.labels(route).observe(seconds)
 

@@ -1,4 +1,4 @@
-"""A model as the server runs it: which setting of its operating point meets a budget, and what it says of an image."""
+"""A model as the server runs it: the operating point for a budget, and the answer for an image."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from .limits import Refused
 
 POINTS = 14  # settings of the operating point whose cost is measured at the start
 ROUNDS = 3  # of timing an explained image
-PASSES = 1 + 2 * ROUNDS  # of a model, for an explained image
+PASSES = 1 + 2 * ROUNDS  # forward passes for an explained image
 
 
 class Served:
+    """A model with its name, its classes and its table of budgets."""
+
     def __init__(self, name: str, model: AdaptiveViT, points: int = POINTS) -> None:
-        """The model stays where it is, on a CPU or a GPU."""
+        """The model stays on its device. points: operating points whose cost is measured."""
         self.name, self.model = name, model.eval()
         self.fast = model.prepare()
         self.turning = threading.Lock()
@@ -47,11 +49,11 @@ class Served:
 
     @property
     def least(self) -> float | None:
-        """The lowest budget, where there is one to set."""
+        """The lowest budget; None: the model's cost cannot be set."""
         return round(self.table[0][0], 3) if self.table else None
 
     def operating_point(self, budget: float | None) -> float | None:
-        """The setting at which the photographs cost that share; None: as trained."""
+        """The operating point at which the photographs cost this share of static; as trained for a budget of None."""
         if budget is None:
             return self.trained
         if not self.table:
@@ -69,36 +71,37 @@ class Served:
         return self.table[-1][1]
 
     def group(self, operating_point: float | None) -> float | None:
-        """Images of the same group can share a batch: all, if each can have its own setting."""
+        """The key of images that can share a batch: one for all, if each image can have its own operating point."""
         return None if self.model.method.per_image_point else operating_point
 
     @torch.inference_mode()
     def run(self, pixels: Tensor, operating_points: Sequence[float | None]) -> Output:
-        """pixels: (B, height, width, 3), as `prepare` gives them."""
+        """The model's output for pixels (B, height, width, 3), as `prepare` gives them."""
         images = self._images(pixels)
         if self.model.method.per_image_point and self.trained is not None:
             return self.fast(images, operating_point=torch.tensor(operating_points, dtype=torch.float32))
         if self.trained is None:
             return self.fast(images)
         assert operating_points[0] is not None
-        with self.turning:  # the model has one setting at a time
+        with self.turning:  # the model has one operating point at a time
             turn(self.fast, operating_points[0])
             return self.fast(images)
 
     def _images(self, pixels: Tensor) -> Tensor:
+        """(B, 3, H, W): the pixels, normalised and on the model's device."""
         return self.preprocess.normalised(pixels.to(self.device)).to(self.dtype)
 
     def prepare(self, photo: Image.Image) -> Tensor:
-        """What the model sees of it."""
+        """(height, width, 3): the part of a photograph that the model sees."""
         return self.pixels(self.preprocess.seen(photo))
 
     @staticmethod
     def pixels(seen: Image.Image) -> Tensor:
-        """Without a calculation of torch's: it runs beside the models, whose threads would wait for this one's."""
+        """The image as a tensor. NumPy copies it, because torch's own threads would make those of the models wait."""
         return torch.from_numpy(np.array(seen))
 
     def answers(self, out: Output, top: int = 5) -> list[dict[str, Any]]:
-        """One for each image of a batch."""
+        """The answer for each image of a batch."""
         static = self.model.static_macs(out.trace)
         macs, depth = self.model.macs(out.trace).tolist(), out.trace.mean_depth.tolist()
         confidence, best = out.logits.float().softmax(-1).topk(min(top, out.logits.shape[-1]))
@@ -118,9 +121,9 @@ class Served:
         ]
 
     def explain(self, pixels: Tensor, operating_point: float | None, top: int = 5) -> dict[str, Any]:
-        """An image alone, and what happened to each of its patches."""
+        """The answer for one image, with the depth of each of its patches, and times beside the static model's."""
         out, image = self.run(pixels[None], [operating_point]), self._images(pixels[None])
-        with torch.inference_mode():  # turn about, so that both see the same machine
+        with torch.inference_mode():  # in turns, so that both meet the same load of the machine
             rounds = [
                 (
                     self._timed(lambda: self.run(pixels[None], [operating_point])),
@@ -141,8 +144,10 @@ class Served:
 
     @torch.inference_mode()
     def _plan(self, image: Tensor, operating_point: float | None) -> list[list[float | None]] | None:
-        """The latest depth that was planned for each patch, by a method that plans. Asked of the model itself: a graph
-        on a CPU gives no more than depths."""
+        """The latest depth that was planned for each patch; None for a method without plans.
+
+        The model itself runs here, because the prepared graph of a CPU returns no plans.
+        """
         points = None
         if self.model.method.per_image_point and operating_point is not None:
             points = torch.tensor([operating_point], device=self.device)
@@ -156,7 +161,7 @@ class Served:
         return [[None if value != value else round(value, 2) for value in row] for row in patches.tolist()]
 
     def warm(self, most: int) -> None:
-        """On a GPU: record batches of 1, 2, 4... images. What comes between runs in the next larger recording."""
+        """On a GPU, record graphs for batches of 1, 2, 4... images. Other sizes run in the next larger graph."""
         size = 1
         while size <= most and self.device.type == "cuda":
             pixels = torch.zeros(size, self.preprocess.size, self.preprocess.size, 3, dtype=torch.uint8)
@@ -164,17 +169,19 @@ class Served:
             size *= 2
 
     def _timed(self, call: Any) -> float:
-        self._wait()
+        """Milliseconds that the call takes."""
+        self._synchronize()
         begin = time.perf_counter()
         call()
-        self._wait()
+        self._synchronize()
         return (time.perf_counter() - begin) * 1e3
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def about(self) -> dict[str, Any]:
+        """The model in a list of models."""
         shape = self.model.backbone.shape
         return {
             "name": self.name,
@@ -184,7 +191,7 @@ class Served:
             "gmacs_static": round(self.model.static_macs() / 1e9, 4),
             "budget": round(self.own_share, 3),
             "least_budget": self.least,
-            "promise": promise_of(self.model),  # of the features at its own setting
+            "promise": promise_of(self.model),  # it holds for the features at the trained operating point
         }
 
 
@@ -196,13 +203,17 @@ def beside(first: Served, method: Method, name: str) -> Served:
 
 
 def _operating_value(model: AdaptiveViT) -> float | None:
+    """The operating point that the model is set to; None: its method has none."""
     return (
         None if model.method.operating_point is None else float(getattr(model.method, model.method.operating_point[0]))
     )
 
 
 def _table(model: AdaptiveViT, fast: PreparedViT, images: Tensor, points: int) -> list[tuple[float, float]]:
-    """(share of the static cost, operating point), rising; denser where the cost changes fast. Leaves it as it was."""
+    """Pairs (share of the static cost, operating point), rising in cost, and denser where the cost changes fast.
+
+    The model's own operating point is set again at the end.
+    """
     if model.method.operating_point is None:
         return []
     _, cheap, dear = model.method.operating_point
@@ -213,14 +224,14 @@ def _table(model: AdaptiveViT, fast: PreparedViT, images: Tensor, points: int) -
         turn(fast, value)
         return float(model.cost(fast(images).trace))
 
-    found = [(cost(value), value) for value in (cheap, own, dear)]
+    measured = [(cost(value), value) for value in (cheap, own, dear)]
     for _ in range(points - 3):
-        i = max(range(len(found) - 1), key=lambda i: found[i + 1][0] - found[i][0])
-        middle = (found[i][1] + found[i + 1][1]) / 2
-        found.insert(i + 1, (cost(middle), middle))
+        i = max(range(len(measured) - 1), key=lambda i: measured[i + 1][0] - measured[i][0])
+        middle = (measured[i][1] + measured[i + 1][1]) / 2
+        measured.insert(i + 1, (cost(middle), middle))
     turn(fast, own)
-    rising = [found[0]]
-    for share, value in found[1:]:
+    rising = [measured[0]]
+    for share, value in measured[1:]:
         if share > rising[-1][0]:
             rising.append((share, value))
     return rising

@@ -1,4 +1,4 @@
-"""Bytes of a stranger to the pixels a model sees: looked at before, bounded while, forgotten after."""
+"""Untrusted bytes to an image: checked before it is decoded, and with bounded time and memory meanwhile."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .limits import Limits, Refused
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 Bytes = bytes | bytearray
-READS = 100_000  # of a file by its decoder; 5,000 is much for an honest image
-SCANS = 32  # of a progressive JPEG of as many pixels as are allowed; 10 is usual
-ESCAPED = {
+READS = 100_000  # reads of a file by its decoder; an ordinary image needs less than 5,000
+SCANS = 32  # scans of a progressive JPEG with as many pixels as are allowed; 10 is usual
+ESCAPED = {  # characters of base64 as JSON may escape them
     rb"\/": b"/",
     rb"\u002F": b"/",
     rb"\u002f": b"/",
@@ -31,12 +31,13 @@ ESCAPED = {
 }
 PROFILES = 8  # colour profiles in a PNG; one is allowed
 
-# What Pillow has to say of strange images would fill the log. Set once: setting it for a while is not safe in threads.
+# Pillow's warnings about malformed images would fill the log. The filter is global, as a temporary one is not safe in
+# threads.
 warnings.filterwarnings("ignore", module=r"PIL\b")
 
 
 class Memory:
-    """Of all images that are being decoded. A thread that finds too little of it free waits."""
+    """The memory of all images that are being decoded. A thread that needs more than is free waits."""
 
     def __init__(self, most: int) -> None:
         self.most, self.held = most, 0
@@ -44,7 +45,8 @@ class Memory:
 
     @contextmanager
     def hold(self, size: int, until: float) -> Iterator[None]:
-        size = min(size, self.most)  # one image alone may be had, however large
+        """Reserve so many bytes while the context lasts. until: the time at which waiting for them ends."""
+        size = min(size, self.most)  # so that one image alone always fits
         with self.freed:
             if not self.freed.wait_for(lambda: self.held + size <= self.most, until - time.monotonic()):
                 raise Refused(504, "There was no memory free for the image in time; the server is busy, try again.", 2)
@@ -58,9 +60,9 @@ class Memory:
 
 
 class Reader(io.BytesIO):
-    """A file in memory that ends when its decoder has read too often, or for too long.
+    """A file in memory that raises when its decoder has read too often, or for too long.
 
-    Decoders walk through headers in Python, and an image can be made of nothing but headers.
+    Decoders parse headers in Python, and an image can consist of nothing but headers.
     """
 
     def __init__(self, data: Bytes, until: float) -> None:
@@ -77,7 +79,7 @@ class Reader(io.BytesIO):
 
 
 class Larger(Exception):
-    """An image of more pixels than were expected, or that becomes one."""
+    """Raised for an image that has more pixels than expected, as it is or once it is resized."""
 
     def __init__(self, pixels: int) -> None:
         super().__init__(pixels)
@@ -85,11 +87,11 @@ class Larger(Exception):
 
 
 def decode(data: Bytes, limits: Limits) -> Image.Image:
-    """Bytes to an upright RGB image, after a look at its header."""
-    return look(data, limits, lambda image: image)
+    """The bytes as an upright RGB image, after its header is checked."""
+    return read_image(data, limits, lambda image: image)
 
 
-def look(
+def read_image(
     data: Bytes,
     limits: Limits,
     use: Callable[[Image.Image], Any],
@@ -98,7 +100,11 @@ def look(
     until: float = float("inf"),
     expected: float = float("inf"),
 ) -> Any:
-    """What `use` makes of the decoded image, which is kept no longer. expected: pixels; beyond them `Larger`."""
+    """The result of `use` for the decoded image, which is freed afterwards.
+
+    preprocess: how the image will be resized, which is bounded too. memory, until: what decoding may take, and the time
+    at which it ends. expected: the number of pixels beyond which `Larger` is raised.
+    """
     if not data:
         raise Refused(422, "The request holds no image; send its bytes as the body, or as base64 in JSON.")
     if len(data) > limits.bytes:
@@ -116,12 +122,12 @@ def look(
     except Image.DecompressionBombError:
         raise Refused(413, f"The image has far more pixels than the {limits.pixels} allowed; shrink it.") from None
     except Exception as error:  # a decoder fed with hostile bytes may raise anything
-        named = ", ".join(FORMATS)
-        raise Refused(422, f"The body is no image that can be decoded; send one of {named}, whole.") from error
+        formats = ", ".join(FORMATS)
+        raise Refused(422, f"The body is no image that can be decoded; send one of {formats}, whole.") from error
 
 
 def _checked(image: Image.Image, data: Bytes, limits: Limits, preprocess: Preprocess | None) -> int:
-    """How many pixels it has, or has once it is resized."""
+    """The number of pixels of the image, as it is or once it is resized, whichever is larger. Refuses too many."""
     size, pixels = f"{image.width} x {image.height} pixels", image.width * image.height
     if pixels > limits.pixels:
         raise Refused(413, f"The image is {size}, more than the {limits.pixels} allowed; shrink it.")
@@ -136,7 +142,7 @@ def _checked(image: Image.Image, data: Bytes, limits: Limits, preprocess: Prepro
                 f"The image is {size}, and {short} x {long} once its short side is that of the model, more than the "
                 f"{limits.pixels} allowed; crop it.",
             )
-    # Each scan goes over all pixels and may have 40 bytes; compressed data holds no marker.
+    # Decoding goes over all pixels for each scan, and a scan may have only 40 bytes. Compressed data has no marker.
     scans = data.count(b"\xff\xda") if image.format in ("JPEG", "MPO") else 0
     if scans * pixels > SCANS * limits.pixels:
         raise Refused(413, f"The image is a JPEG of {scans} scans and {size}, too much to decode; save it anew.")
@@ -144,16 +150,16 @@ def _checked(image: Image.Image, data: Bytes, limits: Limits, preprocess: Prepro
 
 
 def _bytes_of(image: Image.Image) -> int:
-    """About what it takes until it is upright RGB: Pillow's 4 bytes a pixel, and the copies on the way."""
+    """About the bytes that decoding to upright RGB takes: Pillow's 4 bytes a pixel, for each copy on the way."""
     if image.mode.startswith("I"):
-        copies = 10  # of 16 bits a pixel, scaled in 64
+        copies = 10  # 16 bits a pixel, scaled in 64
     else:
         copies = 2 if image.mode == "RGB" and not image.info.get("progressive") else 4
     return 4 * copies * image.width * image.height
 
 
 def from_base64(text: str | bytes | memoryview, limits: Limits) -> bytes:
-    """text: as it is in JSON, whose writers may escape what needs no escape."""
+    """The bytes that the text encodes. text: as it is in JSON, where characters may be escaped without need."""
     most = limits.bytes * 4 // 3 + 4
     if len(text) <= 2 * most:
         text = text.encode() if isinstance(text, str) else text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import ipaddress
 import os
@@ -17,6 +16,7 @@ from ..methods import Method
 from ..methods.static import Static
 from ..methods.tome import ToMe
 from ..runtime.dtypes import check_runs, converted
+from ..runtime.memory import keep_freed_memory
 from ..show.demo import DEMO
 from ..tasks.classify import load_classifier
 from .app import create_app
@@ -26,27 +26,16 @@ from .limits import Limits, checked_token
 from .metrics import Metrics
 from .models import Served, beside
 
-BESIDE: dict[str, Callable[[], Method]] = {  # on the first checkpoint's weights, without training
+BESIDE: dict[str, Callable[[], Method]] = {  # methods that need no training, on the first checkpoint's weights
     "ToMe": partial(ToMe, budget=0.67),
     "static": Static,
 }
-SWITCH = 2e-4  # seconds
-KEPT = 1 << 30  # bytes
-
-
-def keep_freed_memory() -> None:
-    """What a batch frees stays with the process for the next one. By itself glibc hands it back, and the system clears
-    it anew page by page: 2 ms of a core for each image. Elsewhere than on glibc: nothing."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return
-    for setting in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-        mallopt(setting, KEPT)
+SWITCH = 2e-4  # seconds between two chances of a thread to get Python's lock
+KEPT = 1 << 30  # bytes of freed memory that stay with the process
 
 
 def served_models(checkpoints: Sequence[str], device: str = "cpu", dtype: str = "fp32") -> list[Served]:
-    """The checkpoints; and on the first one's weights the methods that need no training, to lay beside it."""
+    """The models of the checkpoints, and after them the first one's weights under the methods that need no training."""
     names = list(checkpoints) or [DEMO]
     short = [name.rstrip("/").rsplit("/", 1)[-1] for name in names]
     if len({*short, *BESIDE}) < len(short) + len(BESIDE):
@@ -72,11 +61,15 @@ def serve(
     finish: Callable[[dict], None],
     allowed: Sequence[str] = (),
 ) -> None:
-    """allowed: names that the server may be asked under, besides `host` and localhost."""
+    """Load the models, then answer requests until the process is stopped.
+
+    say: prints a line for people. finish: is given the address and the models once the server is about to listen.
+    allowed: names that requests may address the server by, besides `host` and localhost.
+    """
     token = checked_token(os.environ.get("DWINDLE_TOKEN"))
     check_runs(dtype, device)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol by name: asyncio turns Nagle's delay off (40 ms a response) only where it reads TCP here.
+    # The protocol is named: asyncio turns Nagle's delay (40 ms a response) off only for sockets that name TCP.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -85,17 +78,17 @@ def serve(
             raise DwindleError(
                 f"Cannot listen on {host} port {port} ({error}); choose another --host or --port."
             ) from error
-        keep_freed_memory()
+        keep_freed_memory(KEPT)
         models = served_models(checkpoints, device, dtype)
-        # A model asks for Python's lock after each of its hundreds of operations. While the event loop has work it gets
-        # it only at the switch interval, by default 5 ms.
+        # A model's thread asks for Python's lock after each of its hundreds of operations. While the event loop is
+        # busy, that thread gets the lock only after a switch interval, which is 5 ms by default.
         sys.setswitchinterval(SWITCH)
         bound, port = listening.getsockname()[:2]
         limits, metrics = Limits(), Metrics()
         app = create_app(models, limits, token, Hosts((host, bound), allowed), metrics)
         server = served_by(app, limits, metrics)
         gc.collect()
-        gc.freeze()  # what is loaded stays: the garbage collector need not walk through it between requests
+        gc.freeze()  # the models stay: the garbage collector need not walk through them between requests
         address = f"http://{f'[{host}]' if family == socket.AF_INET6 else host}:{port}/"
         say(f"{', '.join(model.name for model in models)} at {address} (Ctrl+C ends)")
         if token is None and not ipaddress.ip_address(bound).is_loopback:

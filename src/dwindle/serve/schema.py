@@ -1,4 +1,4 @@
-"""The requests and answers as OpenAPI describes them."""
+"""The schemas of requests and answers, for OpenAPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Image files in, labels, costs and figures out: what `dwindle demo` and `dwindle view` do."""
+"""What `dwindle demo` and `dwindle view` do: classify image files, and draw where the compute went."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DEMO = "aht_deit_tiny_imagenet"
 
 
 @torch.inference_mode()
-def look(model: AdaptiveViT, paths: Sequence[Path], out: Path, device: str = "cpu") -> dict[str, Any]:
-    """Classify image files and draw what happened in the model."""
+def classify_and_draw(model: AdaptiveViT, paths: Sequence[Path], out: Path, device: str = "cpu") -> dict[str, Any]:
+    """Classify image files, and draw how deep their patches were computed. Returns numbers and paths."""
     if out.is_file():
         raise DwindleError(f"{out} is a file; --out is a folder for the figures.")
     photos = [load_image(path) for path in paths]
@@ -59,10 +59,10 @@ def look(model: AdaptiveViT, paths: Sequence[Path], out: Path, device: str = "cp
 
 @torch.inference_mode()
 def demo(out: Path, device: str = "cpu") -> dict[str, Any]:
-    """The shipped model on the shipped photographs, timed against itself with nothing halted."""
+    """Classify the shipped photographs with the shipped model, and time it against itself with nothing halted."""
     model = load(DEMO)
     photos = photographs()
-    result = look(model, photos, out, device)
+    result = classify_and_draw(model, photos, out, device)
     batch = _batch(model, [load_image(photo) for photo in photos]).to(device)
     fast = model.prepare(images=len(photos))
     static, adaptive = milliseconds([lambda: model.vit(batch), lambda: fast(batch)], 6.0, batch.device)
@@ -76,5 +76,6 @@ def demo(out: Path, device: str = "cpu") -> dict[str, Any]:
 
 
 def _batch(model: AdaptiveViT, photos: Sequence[Image.Image]) -> Tensor:
+    """(B, 3, H, W): the photographs as the model takes them."""
     transform = preprocess_of(model).eval_transform()
     return torch.stack([transform(photo) for photo in photos])

@@ -1,6 +1,6 @@
-"""How a report shows a whole data set: figures, the groupings behind them, the frame of the page; from plain arrays.
+"""Figures of a whole data set, the groups of images and classes behind them, and the HTML of a report's page.
 
-view.py draws single traces; the style is the same. L blocks, n images.
+All functions take plain arrays. view.py draws single traces in the same style. L blocks, n images.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EDGE: dict[str, Any] = {"edgecolor": "0.3", "linewidth": 0.5}
 
 @dataclass
 class Example:
-    """One image as the model saw it, and how deep its patches (rows, columns) went."""
+    """One image as the model saw it, and the depth of each of its patches (rows, columns)."""
 
     photo: Photo
     patches: np.ndarray
@@ -37,7 +37,7 @@ class Example:
 
 @dataclass
 class CostGroup:
-    """Images of like cost: what one of them cost, and how many of a hundred were right, adaptive and static."""
+    """Images of similar cost: their mean cost, and the accuracy of the adaptive and the static model in percent."""
 
     gmacs: float
     images: int
@@ -46,7 +46,7 @@ class CostGroup:
 
 
 def depth_map(mean: np.ndarray, blocks: int, images: int) -> Figure:
-    """Mean depth (rows, columns) of each position over the data set: A-ViT Fig. 4a."""
+    """A map of the mean depth (rows, columns) of each position over the data set: A-ViT Fig. 4a."""
     figure = canvas(5.4, panel_height(mean, 4.2) + 0.5)
     text = f"mean depth over {images} image{'s' * (images > 1)}: {mean.min():.1f} to {mean.max():.1f}"
     heatmap(figure.add_subplot(), mean, blocks, text, mean.shape)
@@ -54,7 +54,10 @@ def depth_map(mean: np.ndarray, blocks: int, images: int) -> Figure:
 
 
 def score_boxes(scores: np.ndarray) -> Figure:
-    """(L, n) mean score of each image's live tokens, NaN where it has none, as a box per block: A-ViT Fig. 4b."""
+    """A box per block of the scores: A-ViT Fig. 4b.
+
+    scores: (L, n), the mean score of each image's live tokens, NaN where it has none.
+    """
     blocks = len(scores)
     figure = canvas(7.0, 3.8)
     axis, layers = figure.add_subplot(), np.arange(1, blocks + 1)
@@ -77,27 +80,30 @@ def score_boxes(scores: np.ndarray) -> Figure:
 
 
 def easy_and_hard(easy: Sequence[Example], hard: Sequence[Example], blocks: int) -> Figure:
-    """Images that went least and most deep, each above itself with its halted patches veiled: A-ViT Fig. 5."""
+    """The images of least and of most depth, each above its copy with halted patches veiled: A-ViT Fig. 5."""
     columns = max(len(easy), len(hard))
     height = panel_height(pixels_of((*easy, *hard)[0].photo), 1.9)
     figure = canvas(1.9 * columns + 0.5, 4 * height + 2.0)
     rows = figure.add_gridspec(2, 1)
     for row, examples, title in ((0, easy, "least compute"), (1, hard, "most compute")):
         part = figure.add_subfigure(rows[row])
-        part.suptitle(title, fontsize=13, x=0.01, ha="left")  # in sight also where a phone shows the first columns
+        part.suptitle(title, fontsize=13, x=0.01, ha="left")  # a phone shows the first columns only
         axes = part.subplots(2, columns, squeeze=False)
         for axis in axes.flat:
             axis.set_axis_off()
         for column, example in enumerate(examples):
             pixels = pixels_of(example.photo)
             show(axes[0, column], pixels, f"{_short(example.label)}\ndepth {example.depth:.1f}", size=10)
-            axes[0, column].title.set_parse_math(False)  # a name may hold a '$'
+            axes[0, column].title.set_parse_math(False)  # a name may contain a '$'
             show(axes[1, column], veil(pixels, example.patches, blocks), "")
     return figure
 
 
 def training_curves(runs: Mapping[str, Mapping[str, np.ndarray]]) -> Figure:
-    """{run: {column of metrics.csv: values per epoch}}: loss, accuracy and cost of all runs, overlaid: A-ViT Fig. 7."""
+    """Loss, accuracy and cost of all runs, overlaid: A-ViT Fig. 7.
+
+    runs: {run: {column of metrics.csv: values per epoch}}.
+    """
     shown = [name for name in CURVES if any(np.isfinite(run.get(name, [np.nan])).any() for run in runs.values())]
     figure = canvas(4.5 * len(shown), 3.8)
     handles = {}
@@ -122,7 +128,7 @@ def training_curves(runs: Mapping[str, Mapping[str, np.ndarray]]) -> Figure:
 
 
 def exits(stops: np.ndarray) -> Figure:
-    """(L,) how many tokens stopped after each block."""
+    """Bars of how many tokens stopped after each block. stops: (L,)."""
     blocks, share = len(stops), 100 * stops / stops.sum()
     figure = canvas(7.0, 3.4)
     axis, layers = figure.add_subplot(), np.arange(1, blocks + 1)
@@ -133,25 +139,28 @@ def exits(stops: np.ndarray) -> Figure:
 
 
 def accuracy_by_cost(groups: Sequence[CostGroup]) -> Figure:
-    """Accuracy of images from the cheapest to the dearest fifth, adaptive and static, with its standard error."""
+    """Accuracy of each group of images by cost, adaptive (with its standard error) and static."""
     figure = canvas(7.0, 3.8)
-    axis, places = figure.add_subplot(), np.arange(len(groups))
+    axis, positions = figure.add_subplot(), np.arange(len(groups))
     accuracy = np.array([group.adaptive for group in groups])
     error = np.sqrt(accuracy * (100 - accuracy) / [group.images for group in groups])
-    axis.bar(places, accuracy, 0.7, yerr=error, capsize=3, color="C0", ecolor="0.3", label="adaptive", **EDGE)
+    axis.bar(positions, accuracy, 0.7, yerr=error, capsize=3, color="C0", ecolor="0.3", label="adaptive", **EDGE)
     static = [group.static for group in groups]
-    axis.plot(places, static, color="C1", marker="D", linestyle="none", label="static", markeredgecolor="0.3")
-    axis.set_xticks(places, [f"{group.gmacs:.3g}" for group in groups])
+    axis.plot(positions, static, color="C1", marker="D", linestyle="none", label="static", markeredgecolor="0.3")
+    axis.set_xticks(positions, [f"{group.gmacs:.3g}" for group in groups])
     axis.set(xlabel="mean GMACs of the group: cheapest to dearest images", ylabel="top-1 (%)", ylim=(0, 105))
     tidy(axis, "accuracy of images by what they cost")
     _legend_below(axis)
     return figure
 
 
-def dial_curve(
+def operating_point_curve(
     gmacs: Sequence[float], top1: Sequence[float], trained: tuple[float, float], static: tuple[float, float]
 ) -> Figure:
-    """Accuracy against cost as the operating point is turned; the setting as trained, and nothing halted."""
+    """Accuracy against cost at several operating points, with the trained one and the static model marked.
+
+    trained, static: (GMACs, top-1).
+    """
     figure = canvas(7.0, 4.2)
     axis = figure.add_subplot()
     order = np.argsort(gmacs)
@@ -166,16 +175,17 @@ def dial_curve(
 
 
 def _legend_below(axis: Axes) -> None:
-    """Where it covers no point."""
+    """Put the legend below the axes, where it covers no point."""
     axis.figure.legend(loc="outside lower center", ncols=3, frameon=False)  # type: ignore[call-arg]
 
 
 def _short(label: str, most: int = 22) -> str:
+    """The label, cut to so many characters."""
     return label if len(label) <= most else f"{label[: most - 1]}…"
 
 
 def easiest_and_hardest(right: np.ndarray, depth: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Among images that were classified right: those least deep, and those most; none is in both."""
+    """Among images classified right, the rows of the least deep and of the deepest; no image is in both."""
     order = np.flatnonzero(right)[np.argsort(depth[right], kind="stable")]
     count = min(count, len(order) // 2)
     return order[:count], order[::-1][:count]
@@ -183,14 +193,14 @@ def easiest_and_hardest(right: np.ndarray, depth: np.ndarray, count: int) -> tup
 
 @dataclass
 class ClassChange:
-    """One class under the adaptive and the static model; percent."""
+    """The accuracy of one class under the adaptive and the static model, in percent."""
 
     label: int
     images: int
     static: float
     adaptive: float
-    gained: int  # images only the adaptive model has right
-    lost: int
+    gained: int  # images that only the adaptive model classifies right
+    lost: int  # images that only the static model classifies right
 
     @property
     def difference(self) -> float:
@@ -198,23 +208,25 @@ class ClassChange:
 
     @property
     def beyond_chance(self) -> bool:
-        """By more than two standard errors: of the images on which the two models differ, half would go either way."""
+        """Whether the difference is above two standard errors. By chance, half of the images on which the two models
+        differ would be gained, and half lost."""
         return abs(self.gained - self.lost) > 2 * (self.gained + self.lost) ** 0.5
 
 
 def class_changes(labels: np.ndarray, adaptive: np.ndarray, static: np.ndarray) -> list[ClassChange]:
-    """Every class that has images, the most hurt first; of equals the one with more images goes further out."""
+    """Every class that has images, sorted by difference, the largest loss first. Among equal differences, classes with
+    more images are nearer to the ends."""
     changes = []
     for label in np.unique(labels):
-        ours, theirs = adaptive[labels == label], static[labels == label]
-        accuracy = 100 * float(theirs.mean()), 100 * float(ours.mean())
-        flips = int((ours & ~theirs).sum()), int((~ours & theirs).sum())
+        ours, base = adaptive[labels == label], static[labels == label]
+        accuracy = 100 * float(base.mean()), 100 * float(ours.mean())
+        flips = int((ours & ~base).sum()), int((~ours & base).sum())
         changes.append(ClassChange(int(label), len(ours), *accuracy, *flips))
     return sorted(changes, key=lambda c: (c.difference, c.images if c.difference > 0 else -c.images))
 
 
 def cost_groups(gmacs: np.ndarray, adaptive: np.ndarray, static: np.ndarray, count: int = 5) -> list[CostGroup]:
-    """Images cut into equal groups by what they cost."""
+    """Images in equal groups by their cost, the cheapest first."""
     parts = np.array_split(np.argsort(gmacs, kind="stable"), min(count, len(gmacs)))
     return [
         CostGroup(
@@ -225,7 +237,7 @@ def cost_groups(gmacs: np.ndarray, adaptive: np.ndarray, static: np.ndarray, cou
 
 
 def read_metrics(folder: Path) -> dict[str, np.ndarray] | None:
-    """Columns of a run's metrics.csv, NaN where an epoch has no value; None where there is nothing to draw."""
+    """The columns of a run's metrics.csv, NaN where an epoch has no value. None if there is nothing to draw."""
     path = folder / "metrics.csv"
     if not path.is_file():
         return None
@@ -291,16 +303,17 @@ SHELL = """<!doctype html>
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table in HTML."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-SHOWN = 15.0  # points of accuracy below the best
+SHOWN = 15.0  # methods within so many points of the best accuracy are drawn
 
 
 def tradeoff(rows: Sequence[dict[str, Any]], title: str, reference: str) -> Figure:
-    """Accuracy against GMACs, a line per method (AHT-ViT Fig. 3). What lies far below the others is only told."""
+    """Accuracy against GMACs, a line per method (AHT-ViT Fig. 3). Points far below the others are listed, not drawn."""
     figure = canvas(8.5, 5.5, title)
     axis = figure.add_subplot()
     rows = [row for row in rows if row["group"] == "methods"]
@@ -330,10 +343,10 @@ def tradeoff(rows: Sequence[dict[str, Any]], title: str, reference: str) -> Figu
     axis.grid(axis="x", color="0.9")
     if below:
         axis.set_ylim(best - SHOWN, best + 1)
-        told: dict[str, list[str]] = {}
+        omitted: dict[str, list[str]] = {}
         for row in below:
-            told.setdefault(row["name"], []).append(f"{row['top1']:.0f} at {row['gmacs']:.2f}")
-        lines = [f"{name}: {', '.join(points)}" for name, points in told.items()]
+            omitted.setdefault(row["name"], []).append(f"{row['top1']:.0f} at {row['gmacs']:.2f}")
+        lines = [f"{name}: {', '.join(points)}" for name, points in omitted.items()]
         text = "\n".join(["below:", *lines])
         axis.annotate(text, (0.5, 0.02), xycoords="axes fraction", fontsize=8, ha="center")
     tidy(axis, "mean over seeds; bars: standard deviation")

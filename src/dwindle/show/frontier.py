@@ -1,4 +1,4 @@
-"""Fidelity against time: what a model can be had for."""
+"""The figure of `dwindle speedup`: fidelity against time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ MARKERS = "osD^vP"
 
 
 def frontier(rows: Sequence[dict[str, Any]], measured: str, title: str) -> Figure:
-    """A line for each method, and one for smaller images. rows: those of `evaluate.speedup.Row.about`. What keeps the
-    goal is filled."""
+    """Fidelity against speed, a line for each method and one for smaller images. Rows that keep the goal are filled.
+
+    rows: those of `evaluate.speedup.Row.about`. measured: the key of the fidelity, one of AXES.
+    """
     figure = canvas(8.5, 5.5, title)
     axis = figure.add_subplot()
     lines: dict[str, list[dict[str, Any]]] = {}

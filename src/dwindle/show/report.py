@@ -1,7 +1,7 @@
 """`dwindle report`: one page that explains a trained run, from traces alone.
 
-The first half gathers numbers over a data set, a batch at a time; the second turns them into a page that stands by
-itself: pictures are inside it, and nothing is fetched. L blocks, n images.
+`report` measures the run over a data set, and `Page` turns the numbers into a page that needs no other file: pictures
+are inside it, and nothing is fetched. L blocks, n images.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ def report(
     batch: int = 64,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Write `out`/index.html and the figures beside it; returns the numbers and paths.
+    """Write `out`/index.html and the figures beside it. Returns the numbers and paths.
 
-    run: a run's folder, a checkpoint's, or a shipped name. data: None takes what the run was evaluated on.
-    compare_with: other runs, overlaid in the training curves; the first static one is what classes are compared to.
+    run: the folder of a run or a checkpoint, or a shipped name. data: None takes the data the run was evaluated on.
+    compare_with: other runs, overlaid in the training curves; classes are compared with the first static one.
     """
     out = Path(out)
     check_folder(out)
     require(batch >= 1, f"--batch {batch}", "it must be at least 1")
-    one = isinstance(compare_with, (str, os.PathLike))
-    others = [compare_with] if one else list(compare_with or [])  # type: ignore[arg-type]
+    single = isinstance(compare_with, (str, os.PathLike))
+    others = [compare_with] if single else list(compare_with or [])  # type: ignore[arg-type]
     folders = [find(source) for source in (run, *others)]
     metrics = [charts.read_metrics(folder) for folder in folders]
     static = next((f for f in folders[1:] if read_config(f)["method"]["name"] == Static.__name__), None)
@@ -86,11 +86,11 @@ def report(
     if model.classes != rival.classes or (ours and theirs and ours != theirs):
         raise DwindleError(f"{static} does not have the classes of {folders[0]}; compare runs on the same data.")
     stream = Stream(images, batch, device, progress)
-    seen = measure(model, stream)
+    measured = measure(model, stream)
     name = f"the static run {static.resolve().name}" if static else "the same weights with nothing halted"
     base = measure_static(rival, name, stream)
     names = class_names(model) or images.classes or []
-    page = Page(out, model, seen, base)
+    page = Page(out, model, measured, base)
     page.depths()
     page.examples(images, names, device)
     page.costs()
@@ -101,24 +101,23 @@ def report(
 
 
 def _own_data(model: AdaptiveViT, folder: Path) -> str:
-    known = getattr(model, "extra", {}).get("data")
-    name = (known.get("eval") or known.get("train")) if isinstance(known, dict) else None
+    """The data that the run was evaluated on, as its checkpoint names it."""
+    data = getattr(model, "extra", {}).get("data")
+    name = (data.get("eval") or data.get("train")) if isinstance(data, dict) else None
     if not isinstance(name, str):
         raise DwindleError(f"{folder} does not say what it was evaluated on; name the data with --data.")
     return name
 
 
 def _run_names(folders: Sequence[Path]) -> list[str]:
+    """The names of the folders, or their whole paths where two names are equal."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
-# ---- numbers over a data set ----
-
-
 @dataclass
 class Page:
-    """Sections as they come: a heading, a sentence on what one sees, and a figure or tables."""
+    """The page as it grows, a section at a time: a heading, a sentence on what one sees, and a figure or tables."""
 
     out: Path
     model: AdaptiveViT
@@ -130,26 +129,29 @@ class Page:
     numbers: dict[str, Any] = field(default_factory=dict)
 
     def add(self, title: str, text: str, html: str = "") -> None:
+        """Append a section."""
         self.parts.append(f"<section>\n<h2>{escape(title)}</h2>\n<p>{escape(text)}</p>\n{html}\n</section>")
 
-    def skip(self, title: str, why: str) -> None:
-        self.left_out[title] = why
-        self.add(title, why)
+    def skip(self, title: str, reason: str) -> None:
+        """Append a section that only says why it has nothing to show."""
+        self.left_out[title] = reason
+        self.add(title, reason)
 
     def picture(self, figure: Figure, name: str, alt: str, wide: bool = False) -> str:
+        """Save a figure, and return the HTML that contains it."""
         self.out.mkdir(parents=True, exist_ok=True)
         path = save_figure(figure, self.out / f"{name}.png")
         self.figures.append(str(path))
         source = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
-        mark = ' class="wide"' if wide else ""
-        return f'<div class="picture"><img{mark} alt="{escape(alt)}" src="{source}"></div>'
+        css_class = ' class="wide"' if wide else ""
+        return f'<div class="picture"><img{css_class} alt="{escape(alt)}" src="{source}"></div>'
 
     @property
     def blocks(self) -> int:
         return len(self.seen.stops)
 
     def depths(self) -> None:
-        """Average depth by position, exits, and scores: A-ViT Fig. 4."""
+        """Add the mean depth by position, the exits and the scores: A-ViT Fig. 4."""
         seen, low, high = self.seen, self.seen.patches.min(), self.seen.patches.max()
         text = (
             f"Over {len(seen.labels)} images a position runs through {low:.1f} to {high:.1f} of {self.blocks} blocks on"
@@ -181,7 +183,7 @@ class Page:
 
     @torch.inference_mode()
     def examples(self, images: Images, names: Sequence[str], device: str) -> None:
-        """A-ViT Fig. 5."""
+        """Add the easiest and the hardest images: A-ViT Fig. 5."""
         title = "Easy and hard images"
         easy, hard = charts.easiest_and_hardest(self.seen.top1, self.seen.depth, EXAMPLES)
         if not len(easy):
@@ -207,7 +209,7 @@ class Page:
         return self.add(title, text, self.picture(figure, "easy_and_hard", alt, wide=True))
 
     def costs(self) -> None:
-        """Do harder images get more compute?"""
+        """Add the accuracy of images by their cost."""
         title, seen = "Do hard images get more compute?", self.seen
         if np.ptp(seen.gmacs) == 0:
             return self.skip(title, "All images cost the same under this model.")
@@ -223,7 +225,7 @@ class Page:
         return self.add(title, text, html)
 
     def classes(self, names: Sequence[str]) -> None:
-        """A-ViT Table 1."""
+        """Add the classes most helped and hurt: A-ViT Table 1."""
         title = "Classes most helped and hurt"
         if np.array_equal(self.seen.top1, self.base.top1):
             return self.skip(title, f"The model and {self.base.name} are right about exactly the same images.")
@@ -246,7 +248,7 @@ class Page:
         return self.add(title, text, f'<div class="pair">{html}</div>')
 
     def curves(self, runs: dict[str, dict[str, np.ndarray] | None]) -> None:
-        """A-ViT Fig. 7."""
+        """Add the training curves of all runs: A-ViT Fig. 7."""
         title = "Training"
         known = {name: columns for name, columns in runs.items() if columns}
         missing = [name for name in runs if name not in known]
@@ -264,9 +266,11 @@ class Page:
         return self.add(title, text, self.picture(charts.training_curves(known), "training", alt, wide=True))
 
     def operating_point(self, stream: Stream) -> None:
-        """One curve for each thing that can be turned."""
+        """Add a curve of accuracy against cost for each setting that can be turned after training."""
         title, method = "Turning the operating point after training", type(self.model.method).__name__
-        rows = np.random.default_rng(0).permutation(len(stream.images))[:TURNED_IMAGES]  # data may lie class by class
+        rows = np.random.default_rng(0).permutation(len(stream.images))[
+            :TURNED_IMAGES
+        ]  # the data may be sorted by class
         turned = operating_points(self.model)
         if not turned:
             return self.skip(title, f"{method} has nothing to turn after training, so it has one cost only.")
@@ -285,13 +289,13 @@ class Page:
                 "without training again."
             )
             static = self.base.gmacs, 100 * float(self.base.top1[rows].mean())
-            figure = charts.dial_curve(gmacs, top1, (trained["gmacs"], trained["top1"]), static)
+            figure = charts.operating_point_curve(gmacs, top1, (trained["gmacs"], trained["top1"]), static)
             key = "operating_point" if i == 0 else name
             self.numbers[key] = {"name": name, "trained": trained, "points": points}
             self.add(heading, text, self.picture(figure, key, f"Curve of accuracy against cost. {text}"))
 
     def write(self, run: str, images: Images) -> dict[str, Any]:
-        """The headline numbers on top, the settings at the end; the page appears whole or not at all."""
+        """Write the page with the headline numbers at its top and the settings at its end. Returns all numbers."""
         seen, method = self.seen, self.model.method
         numbers = {
             "images": len(seen.labels),
@@ -331,10 +335,12 @@ class Page:
 
 
 def _name(names: Sequence[str], label: int) -> str:
+    """The name of a class, or its number where it has none."""
     return str(names[label]) if label < len(names) else f"class {label}"
 
 
 def _class_table(changes: Sequence[charts.ClassChange], names: Sequence[str]) -> str:
+    """The table of class changes in HTML."""
     if not changes:
         return "<p>None.</p>"
     rows = [

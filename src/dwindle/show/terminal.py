@@ -1,4 +1,4 @@
-"""What every command shares: its arguments' types, what it prints for people, and the one line of JSON at its end."""
+"""What all commands share: types and checks of options, output for people, and the line of JSON at the end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,8 +19,9 @@ from rich.table import Table
 from ..core import processes as ranks
 from ..errors import DwindleError, printable, unknown
 from ..files import shown
+from ..runtime.dtypes import DTYPES, check_runs
 
-MOST = 1 << 31  # of any number on the command line: seconds, images at a time
+MOST = 1 << 31  # the bound on any number on the command line: seconds, images at a time
 console, aside = Console(highlight=False, emoji=False), Console(stderr=True, highlight=False, emoji=False)
 
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint folder, a shipped name, or a Hub id.")]
@@ -36,7 +38,12 @@ OptionalData = Annotated[
 Threshold = Annotated[
     float | None, typer.Option(help="Turn the halting threshold; of AHT and A-ViT, higher costs more.")
 ]
+ImageFiles = Annotated[list[Path], typer.Argument(help="Image files.")]
+FigureFolder = Annotated[Path, typer.Option(help="Where the figures go.")]
+Layout = Annotated[str, typer.Option(help="packed (halted tokens are not computed) or masked.")]
 Batch = Annotated[int, typer.Option(help="Images at a time.")]
+BatchSizes = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
+Fractions = Annotated[str, typer.Option(help="Shares of token-blocks computed, by forced random exit depths.")]
 Limit = Annotated[int | None, typer.Option(help="Only the first N images.")]
 Workers = Annotated[int, typer.Option(help="Processes that load images.")]
 PerCore = Annotated[int | None, typer.Option(help="Processes that load images; by itself one per core.")]
@@ -56,15 +63,17 @@ Dtype = Annotated[str, typer.Option(help="fp32, bf16 (also on CPUs that multiply
 
 
 def plain(text: str) -> str:
-    """Text of anywhere for rich to print as it is: what would steer the terminal by its number."""
+    """Untrusted text escaped for rich: markup is printed as it is, control characters by their number."""
     return escape("\n".join(printable(line, len(line)) for line in shown(text).split("\n")))
 
 
 def finish(result: dict[str, Any]) -> None:
+    """Print the result as the last line of a command."""
     print(json.dumps(result), flush=True)
 
 
-def show_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
+def show_table(title: str, columns: Sequence[str], rows: list[list[Any]]) -> None:
+    """Print a table. Columns of names are aligned left, all others right."""
     table = Table(title=plain(title), title_justify="left", title_style="bold")
     for column in columns:
         table.add_column(column, justify="left" if column in ("image", "label", "name", "paper") else "right")
@@ -73,7 +82,13 @@ def show_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
     console.print(table)
 
 
+def show_rows(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    """Print these columns of rows that are dictionaries."""
+    show_table(title, columns, [[row[column] for column in columns] for row in rows])
+
+
 def progress_bar(shown: bool = True) -> Progress:
+    """A bar on stderr that disappears at its end."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -86,7 +101,7 @@ def progress_bar(shown: bool = True) -> Progress:
 
 
 def ticking(bar: Progress) -> Callable[..., None]:
-    """tick(name, step, steps): a line of the bar for each name, until it is done."""
+    """A function tick(name, step, steps) that keeps a line of the bar for each name, until its last step."""
     tasks: dict[str, Any] = {}
 
     def tick(name: str, step: int, steps: int, *_: Any) -> None:
@@ -97,24 +112,32 @@ def ticking(bar: Progress) -> Callable[..., None]:
     return tick
 
 
-def device_for(given: str | None) -> str:
+def device_for(device: str | None) -> str:
+    """The device of --device; without one a GPU where there is one, else the CPU."""
     import torch
 
-    if given is None:
+    if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", given):
-        raise unknown("device", given, ["cpu", "cuda"])
-    if given.startswith("cuda") and not torch.cuda.is_available():
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
+        raise unknown("device", device, ["cpu", "cuda"])
+    if device.startswith("cuda") and not torch.cuda.is_available():
         raise DwindleError("--device cuda: this machine has no CUDA GPU that torch can use; take --device cpu.")
-    if given.startswith("cuda:") and int(given[5:]) >= (count := torch.cuda.device_count()):
+    if device.startswith("cuda:") and int(device[5:]) >= (count := torch.cuda.device_count()):
         raise DwindleError(
-            f"--device {given}: this machine has {count} (cuda:0 to cuda:{count - 1}); take one of them."
+            f"--device {device}: this machine has {count} (cuda:0 to cuda:{count - 1}); take one of them."
         )
-    return given
+    return device
 
 
-class Share:
-    """Of one of several processes (torchrun): which it is, its device, and processes that load images for it."""
+def device_and_dtype(device: str | None, dtype: str, known: Collection[str] = DTYPES) -> str:
+    """The device of --device, on which a model can run in the format of --dtype."""
+    place = device_for(device)
+    check_runs(dtype, place, known)
+    return place
+
+
+class ProcessShare:
+    """The share of one of several processes (torchrun): its rank, its device, and its processes that load images."""
 
     def __init__(self, workers: int | None, device: str | None) -> None:
         self.world, self.rank = ranks.started(), int(os.environ.get("RANK", "0"))
@@ -125,43 +148,48 @@ class Share:
 
 
 def tell_images(images: Any) -> None:
-    """Which images a result is of, and which of them were skipped."""
-    for name, why in images.corrupt_files():
-        aside.print(f"skipped {plain(name)}: {plain(why)}", soft_wrap=True)
+    """Print which images were evaluated, and which were skipped."""
+    for name, reason in images.corrupt_files():
+        aside.print(f"skipped {plain(name)}: {plain(reason)}", soft_wrap=True)
     console.print(plain(images.told()), soft_wrap=True)
 
 
-def needed(given: Any, command: str, name: str) -> Any:
-    """Language models bring their own; a vision model must be told."""
-    if not given:
+def unread(result: dict[str, Any]) -> str:
+    """The end of a message: how many images could not be read, and the file that lists them. Empty if none."""
+    return f"; {result['failed']} could not be read, see {result['errors']}" if result["failed"] else ""
+
+
+def needed(value: Any, command: str, name: str) -> Any:
+    """The option's value, which vision models need. Language models bring their own."""
+    if not value:
         raise DwindleError(f"dwindle {command} needs {name} for a vision model; see dwindle {command} --help.")
-    return given
+    return value
 
 
-def only_for(kind: str, here: str = "this model", **given: Any) -> None:
-    """Options that another kind of model takes. here: what was given instead."""
-    for name, value in given.items():
+def only_for(kind: str, here: str = "this model", **options: Any) -> None:
+    """Refuse options that only another kind of model takes. here: the kind that was named instead."""
+    for name, value in options.items():
         if value is not None:
-            given_as = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-            raise DwindleError(f"{given_as} is for {kind}; leave it out for {here}.")
+            option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            raise DwindleError(f"{option} is for {kind}; leave it out for {here}.")
 
 
 def at_least(**least: tuple[float | None, float]) -> None:
-    """Options by name: what was given, if anything, and the least it may be."""
-    for name, (given, low) in least.items():
-        if given is not None and not low <= given < MOST:
-            raise DwindleError(f"--{name} {given}: it must be at least {low}, and no more than {MOST}.")
+    """Check options by name, each as (value or None, smallest value allowed)."""
+    for name, (value, low) in least.items():
+        if value is not None and not low <= value < MOST:
+            raise DwindleError(f"--{name} {value}: it must be at least {low}, and no more than {MOST}.")
 
 
 def check_loading(batch: int, limit: int | None, holdout: float | None = None) -> None:
-    """Options of commands that go through a data set."""
+    """Check the options of commands that go through a data set."""
     at_least(batch=(batch, 1), limit=(limit, 1))
     if holdout is not None and not 0 <= holdout < 1:
         raise DwindleError(f"--holdout {holdout}: it is a share, from 0 to below 1.")
 
 
 def percent(option: str, text: str) -> float:
-    """Points: '1%', or '1'."""
+    """The number of points in an option's text, '1%' or '1'."""
     try:
         value = float(text.removesuffix("%"))
     except ValueError:
@@ -172,6 +200,7 @@ def percent(option: str, text: str) -> float:
 
 
 def numbers(option: str, text: str, kind: Any) -> list[Any]:
+    """The numbers in an option's text, which commas separate. kind: int or float."""
     try:
         values = [kind(part) for part in text.split(",")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Pictures of a Trace: who stopped where, in one image and over a batch."""
+"""Pictures of a trace: where tokens stopped, in one image and over a batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMED = 20  # the most images that get a bar of their own
 
 
 def picture(image: Photo, trace: Trace, index: int, title: str | None = None) -> Figure:
-    """One image: as it is, with halted patches veiled, its depth map, the plan beside it, and where tokens stopped."""
+    """One image: as it is, with halted patches veiled, its depth map, its plan if there is one, and its exits."""
     pixels, patches, plan = pixels_of(image), _array(trace.patches[index]), _plan(trace, index)
     panels, side = 3 + (plan is not None), panel_height(pixels, 3.0)
     figure = canvas(3.1 * panels + 0.6, side + 3.2, title)
@@ -61,7 +61,7 @@ def picture(image: Photo, trace: Trace, index: int, title: str | None = None) ->
 
 
 def walk(image: Photo, trace: Trace, index: int) -> Figure:
-    """One small image per block, veiled where the block computes nothing."""
+    """One small copy of the image per block, veiled where the block computes nothing."""
     pixels, live = pixels_of(image), _array(trace.live[:, index])  # (L, N)
     columns = min(trace.blocks, 6)
     rows = math.ceil(trace.blocks / columns)
@@ -74,7 +74,7 @@ def walk(image: Photo, trace: Trace, index: int) -> Figure:
 
 
 def summary(trace: Trace, names: Sequence[str] | None = None) -> Figure:
-    """The whole batch: where tokens stopped, how many each block computed, how deep each image went."""
+    """The whole batch: where tokens stopped, how many each block computed, and the mean depth of each image."""
     depth, images = _array(trace.depth), len(trace.depth)
     text = f"{images} image{'s' * (images > 1)}: {depth.mean() / trace.blocks:.0%} of token-blocks computed"
     figure = canvas(13.5, max(4.0, 1.4 + 0.2 * min(images, NAMED)), text)
@@ -90,7 +90,8 @@ def summary(trace: Trace, names: Sequence[str] | None = None) -> Figure:
     mean = depth.mean(1)
     if images <= NAMED:
         texts = [str(name) for name in names or range(images)]
-        labels = [text if len(text) <= 24 else f"{text[:11]}…{text[-12:]}" for text in texts]  # file names differ late
+        # Long names are cut in the middle: file names often differ only at the end.
+        labels = [text if len(text) <= 24 else f"{text[:11]}…{text[-12:]}" for text in texts]
         means.barh(
             np.arange(images), mean, color=depth_colours(trace.blocks).to_rgba(mean), edgecolor="0.3", linewidth=0.5
         )
@@ -111,7 +112,7 @@ def draw(
     names: Sequence[str],
     titles: Sequence[str | None] | None = None,
 ) -> list[Path]:
-    """Write `<name>.png` and `<name>_layers.png` of every image, and `summary.png`, into the folder `out`."""
+    """Write `<name>.png` and `<name>_layers.png` of every image, and `summary.png`, into a folder; return the paths."""
     folder, images, names = Path(out), list(images), [shown(str(name)) for name in names]
     titles = names if titles is None else titles
     if not len(images) == len(names) == len(titles) == len(trace.depth):
@@ -132,11 +133,12 @@ def draw(
 
 
 def _array(values: Tensor) -> np.ndarray:
+    """The tensor as floats of NumPy."""
     return values.detach().float().cpu().numpy()
 
 
 def _plan(trace: Trace, index: int) -> np.ndarray | None:
-    """(rows, columns): each patch's latest plan, NaN if it halted before the first; None for a method without plans."""
+    """(rows, columns): the latest plan of each patch, NaN if it halted before the first plan. None without plans."""
     if not trace.plans:
         return None
     latest = np.full(trace.depth.shape[1], np.nan)
@@ -147,6 +149,7 @@ def _plan(trace: Trace, index: int) -> np.ndarray | None:
 
 
 def _exits(axis: Axes, depth: np.ndarray, blocks: int, title: str, ticks: int) -> None:
+    """Draw bars of how many tokens stopped after each block."""
     stops = np.bincount(depth.astype(int).ravel(), minlength=blocks + 1)[1:]
     layers = np.arange(1, blocks + 1)
     axis.bar(layers, stops, color=depth_colours(blocks).to_rgba(layers), edgecolor="0.3", linewidth=0.5)

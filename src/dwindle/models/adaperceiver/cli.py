@@ -13,36 +13,39 @@ from torch import Tensor
 from ...core.method import require
 from ...core.model import Output
 from ...errors import DwindleError
-from ...io.datasets import Images
 from ...io.datasets import limit as first
 from ...io.images import load_image, preprocess_of
 from ...io.opening import open_data
 from ...io.scenes import pixels, squeezed
-from ...runtime.dtypes import DTYPES, check_runs, converted
+from ...runtime.dtypes import DTYPES, converted
 from ...show.drawing import file_stems
-from ...show.running import evaluated
+from ...show.running import evaluated, finish_evaluation, images_of
 from ...show.terminal import (
     Batch,
+    BatchSizes,
     Checkpoint,
     Data,
     Device,
     Dtype,
+    FigureFolder,
     Holdout,
+    ImageFiles,
     Limit,
     Seconds,
     SkipCorrupt,
     Workers,
     at_least,
     check_loading,
+    device_and_dtype,
     device_for,
     finish,
     numbers,
     only_for,
     progress_bar,
+    show_rows,
     show_table,
-    tell_images,
 )
-from ...tasks.base import check_unused, task_of
+from ...tasks.base import task_of
 from .commands import grid, load_network, policies
 from .dense import map_task, predict
 from .family import PRESET, AdaPerceivers
@@ -85,7 +88,6 @@ def evaluate(
     setting = {"tokens": tokens, "depth": depth, "width": width}
     model = converted(load_network(checkpoint, dense=True), dtype, device_for(device))
     task = map_task(model, checkpoint) if model.outputs == "dense" else task_of(model, checkpoint)
-    check_unused(task, holdout=holdout, skip_corrupt=skip_corrupt or None)
     if model.outputs == "dense":
         only_for("networks that classify", policy=policy, exit=exit, exits=exits)
     exit_depths = numbers("--exits", exits, int) if exits else None
@@ -101,8 +103,7 @@ def evaluate(
             chosen = chooser.to(images.device, images.dtype).choose(patches)
             return fast(images, *chosen, setting["width"], exit, exit_depths, patches)
 
-    images = task.evaluation_data(model, data, limit, holdout=holdout)
-    images.skip = skip_corrupt
+    images = images_of(task, model, data, limit, holdout, skip_corrupt)
     result = evaluated(model, images, batch, workers, device, ask=answer, task=task)
     if result is None:
         return
@@ -110,19 +111,12 @@ def evaluate(
         result["gmacs"] = round(result["gmacs"] + chooser.macs / 1e9, 4)
     chosen = setting | {"exit": exit, "exits": exit_depths, "policy": policy and str(policy)}
     named = {name: value for name, value in chosen.items() if value is not None}
-    _tell(checkpoint, data, result, named, images)
-
-
-def _tell(checkpoint: str, data: str, result: dict[str, Any], named: dict[str, Any], images: Images) -> None:
-    """Print the result. named: the settings that the user gave."""
-    show_table(f"{checkpoint} on {data} {named or '(largest setting)'}", list(result), [list(result.values())])
-    tell_images(images)
-    finish(result | named | images.about())
+    finish_evaluation(f"{checkpoint} on {data} {named or '(largest setting)'}", result, images, **named)
 
 
 def bench(
     model: Annotated[str, typer.Argument(help="adaperceiver_paper, _small or _tiny (untrained), or a checkpoint.")],
-    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
+    batch: BatchSizes = "1,8,32",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     seconds: Seconds = 4.0,
     data: Annotated[str | None, typer.Option(help="Real images, of which some leave early.")] = None,
@@ -136,8 +130,7 @@ def bench(
 ) -> None:
     """The largest setting against half its tokens, half its depth, both, and its least width; turn about. With `exit`
     against early exit on images of `data`."""
-    place = device_for(device)
-    check_runs(dtype, place)
+    place = device_and_dtype(device, dtype)
     at_least(seconds=(seconds, 0))
     batches, untrained = numbers("--batch", batch, int), model in AdaPerceivers().untrained()
     network = AdaPerceiver.preset(model.removeprefix(PRESET)) if untrained else load_network(model, dense=True)
@@ -168,7 +161,7 @@ def _bench_settings(
             rows += [{"batch": batch, **row} for row in timed]
             bar.advance(task)
     columns = ["batch", "tokens", "depth", "width", "gmacs", "ms", "speedup"]
-    show_table(f"{name} on {place}, {dtype}", columns, [[row[c] for c in columns] for row in rows])
+    show_rows(f"{name} on {place}, {dtype}", columns, rows)
     finish({"model": name, "device": place, "dtype": dtype, "rows": rows})
 
 
@@ -212,8 +205,8 @@ def _shown(value: Any) -> Any:
 
 def view(
     checkpoint: Checkpoint,
-    images: Annotated[list[Path], typer.Argument(help="Image files.")],
-    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("dwindle-view"),
+    images: ImageFiles,
+    out: FigureFolder = Path("dwindle-view"),
     device: Device = None,
 ) -> None:
     """For each image, how sure the network is of its answer at every depth and number of tokens."""
@@ -246,8 +239,7 @@ def view(
         )
         title = f"{label} ({confidence:.0%}), from block {rows[-1]['depth']} of {model.depth} on"
         figures.append(certainty(model, prepare.seen(photo), sure, out / f"{stem}.png", title))
-    columns = ["image", "label", "confidence", "depth", "gmacs"]
-    show_table(checkpoint, columns, [[row[c] for c in columns] for row in rows])
+    show_rows(checkpoint, ["image", "label", "confidence", "depth", "gmacs"], rows)
     finish({"images": rows, "figures": [str(figure) for figure in figures]})
 
 

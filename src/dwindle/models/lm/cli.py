@@ -14,14 +14,16 @@ from ...core.method import require
 from ...errors import DwindleError, unknown
 from ...io.checkpoint import save
 from ...io.text import Vocabulary, open_text
-from ...runtime.dtypes import check_runs
 from ...settings import Share, fitted
 from ...show.drawing import file_stems
 from ...show.running import shared
 from ...show.terminal import (
     Batch,
+    BatchSizes,
     Checkpoint,
     Device,
+    FigureFolder,
+    Layout,
     Limit,
     Seconds,
     Tau,
@@ -29,11 +31,13 @@ from ...show.terminal import (
     at_least,
     check_loading,
     console,
+    device_and_dtype,
     device_for,
     finish,
     numbers,
     plain,
     progress_bar,
+    show_rows,
     show_table,
 )
 from .bench import bench_generation, bench_lm, compilable
@@ -65,7 +69,7 @@ def _opened(checkpoint: str, tau: float | None) -> tuple[AdaptiveLM, Vocabulary]
 def evaluate(
     checkpoint: Checkpoint,
     data: Annotated[str | None, typer.Option(help="shakespeare, enwik8 or a text file; by itself its own.")] = None,
-    layout: Annotated[str, typer.Option(help="packed (halted tokens are not computed) or masked.")] = "packed",
+    layout: Layout = "packed",
     tau: Tau = None,
     batch: Batch = 64,
     limit: Limit = None,
@@ -92,10 +96,8 @@ def evaluate(
 
 def bench(
     model: Annotated[str, typer.Argument(help="A checkpoint.")],
-    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
-    fraction: Annotated[
-        str, typer.Option(help="Shares of token-blocks computed, drawn at random.")
-    ] = "1.0,0.67,0.52",
+    batch: BatchSizes = "1,8,32",
+    fraction: Annotated[str, typer.Option(help="Shares of token-blocks computed, drawn at random.")] = "1.0,0.67,0.52",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     seconds: Seconds = 4.0,
     data: Annotated[
@@ -107,17 +109,14 @@ def bench(
     device: Device = None,
 ) -> None:
     """Static against adaptive. The router's own decisions are timed where there is a text for them."""
-    place = device_for(device)
-    check_runs(dtype, place)
+    place = device_and_dtype(device, dtype)
     at_least(seconds=(seconds, 0))
     batches, fractions = numbers("--batch", batch, int), numbers("--fraction", fraction, float)
     opened, vocabulary = _opened(model, None)
     if generate is not None:
         made = bench_generation(opened, batches, generate, place, dtype, seconds)
         columns = ["batch", "static_ms", "all_ms", "skipping_ms", "speedup", "against_static", "spread", "tlops_saved"]
-        show_table(
-            f"{model} writing {generate} on {made['device']}", columns, [[r[c] for c in columns] for r in made["rows"]]
-        )
+        show_rows(f"{model} writing {generate} on {made['device']}", columns, made["rows"])
         return finish(made)
     ids = None
     try:
@@ -141,8 +140,7 @@ def bench(
         )
     columns = ["batch", "decisions", "fraction", "static_ms", "adaptive_ms", "speedup", "spread", "promised", "reached"]
     columns += ["promised_macs", "reached_macs"]
-    rows = [[row[c] for c in columns] for row in result["rows"]]
-    show_table(f"{model} on {result['device']}, {dtype}, {result['context']} characters", columns, rows)
+    show_rows(f"{model} on {result['device']}, {dtype}, {result['context']} characters", columns, result["rows"])
     finish(result)
 
 
@@ -177,7 +175,7 @@ def routing(
     ]
     show_table(f"{checkpoint} on {name}, from easy to hard", ["by", "quarter", "difficulty", "blocks"], rows)
     columns = ["kind", "share", "blocks", "loss", "entropy", "spearman"]
-    show_table("By the character read", columns, [[row[c] for c in columns] for row in found["kinds"]])
+    show_rows("By the character read", columns, found["kinds"])
     both = {"blocks": found["spearman"], "mean p": found["spearman_p"]}
     show_table("Spearman", ["of", "loss", "entropy"], [[of, *values.values()] for of, values in both.items()])
     finish(found)
@@ -216,7 +214,7 @@ def calibrate(
 def view(
     checkpoint: Checkpoint,
     images: Annotated[list[Path] | None, typer.Argument(help="Text files; by itself a passage of its own.")] = None,
-    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("dwindle-view"),
+    out: FigureFolder = Path("dwindle-view"),
     tau: Tau = None,
     device: Device = None,
 ) -> None:
@@ -233,8 +231,7 @@ def view(
             name, folder = path.name, out if len(names) == 1 else out / names[i]
             ids = vocabulary.encode(_read(path), f"'{path}'")
         pages.append(page(model, ids, folder, f"{checkpoint} on {name}", device_for(device)))
-    columns = ["page", "characters", "depth", "tlops_saved"]
-    show_table(checkpoint, columns, [[row[c] for c in columns] for row in pages])
+    show_rows(checkpoint, ["page", "characters", "depth", "tlops_saved"], pages)
     finish({"pages": pages})
 
 

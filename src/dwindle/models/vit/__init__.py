@@ -1,4 +1,4 @@
-"""Vision transformers with a method (`core.model.AdaptiveViT`), as one family of models like the others."""
+"""Vision transformers with a method (`core.model.AdaptiveViT`), registered as a family of models."""
 
 from .family import VisionTransformers
 

@@ -19,41 +19,49 @@ from ...evaluate.predict import predict as predict_all
 from ...io.batches import loader
 from ...io.checkpoint import find, load_as, save
 from ...io.sets import evaluation_images
-from ...runtime.dtypes import DTYPES, check_runs, converted
+from ...runtime.dtypes import DTYPES, converted
 from ...runtime.export import check_images
 from ...runtime.export import export as write_graph
 from ...runtime.int8 import likeness, weight_bytes
-from ...runtime.int8 import quantize as int8_of
-from ...show.demo import look
+from ...runtime.int8 import quantize as to_int8
+from ...show.demo import classify_and_draw
 from ...show.report import report as write_report
-from ...show.running import evaluated
+from ...show.running import evaluated, finish_evaluation, images_of
 from ...show.terminal import (
     Batch,
+    BatchSizes,
     Checkpoint,
     Data,
     Device,
     Dtype,
+    FigureFolder,
+    Fractions,
     Holdout,
+    ImageFiles,
+    Layout,
     Limit,
     OptionalData,
     PerCore,
+    ProcessShare,
     Seconds,
-    Share,
     SkipCorrupt,
     Threshold,
     Workers,
     at_least,
     check_loading,
     console,
+    device_and_dtype,
     device_for,
     finish,
     numbers,
     plain,
     progress_bar,
+    show_rows,
     show_table,
-    tell_images,
+    ticking,
+    unread,
 )
-from ...tasks.base import check_unused, task_of
+from ...tasks.base import task_of
 from ...tasks.classify import load_classifier
 
 Budget = Annotated[
@@ -64,7 +72,7 @@ Budget = Annotated[
 def evaluate(
     checkpoint: Checkpoint,
     data: Data,
-    layout: Annotated[str, typer.Option(help="packed (halted tokens are not computed) or masked.")] = "packed",
+    layout: Layout = "packed",
     threshold: Threshold = None,
     batch: Batch = 64,
     limit: Limit = None,
@@ -74,7 +82,7 @@ def evaluate(
     device: Device = None,
     dtype: Dtype = "fp32",
 ) -> None:
-    """Accuracy, cost and speed."""
+    """Evaluate the model and print its accuracy, cost and speed."""
     if layout not in LAYOUTS:
         raise unknown("layout", layout, LAYOUTS)
     check_loading(batch, limit, holdout)
@@ -82,33 +90,29 @@ def evaluate(
     if threshold is not None:
         _turn_threshold(model, threshold)
     task = task_of(model, checkpoint)
-    check_unused(task, holdout=holdout, skip_corrupt=skip_corrupt or None)
-    images = task.evaluation_data(model, data, limit, holdout=holdout)
-    images.skip = skip_corrupt
+    images = images_of(task, model, data, limit, holdout, skip_corrupt)
     result = evaluated(model, images, batch, workers, device, layout=layout, task=task)
     if result is not None:
-        show_table(f"{checkpoint} on {data} ({layout})", list(result), [list(result.values())])
-        tell_images(images)
-        finish(result | images.about())
+        finish_evaluation(f"{checkpoint} on {data} ({layout})", result, images)
 
 
 def _turn_threshold(model: Any, threshold: float) -> None:
-    given, method = f"--threshold {threshold}", type(model.method).__name__
-    require(threshold > 0, given, "a token halts when its scores reach it, so it must be above 0")
+    """Set the method's halting threshold to the value of --threshold."""
+    option, method = f"--threshold {threshold}", type(model.method).__name__
+    require(threshold > 0, option, "a token halts when its scores reach it, so it must be above 0")
     ranges = {name: sorted(ends) for name, *ends in operating_points(model)}
-    require("threshold" in ranges, given, f"{method} has no threshold to turn, so leave it out")
+    require("threshold" in ranges, option, f"{method} has no threshold to turn, so leave it out")
     low, high = ranges["threshold"]
-    sums = high == model.backbone.shape.blocks  # of scores: above the number of blocks nothing halts, as may be asked
-    require(sums or threshold <= high, given, f"{method}'s lies between {low:g} and {high:g}")
+    # A threshold for sums of scores has no upper bound: above the number of blocks nothing halts, which is allowed.
+    for_sums = high == model.backbone.shape.blocks
+    require(for_sums or threshold <= high, option, f"{method}'s lies between {low:g} and {high:g}")
     turn(model, threshold, "threshold")
 
 
 def bench(
     model: Annotated[str, typer.Argument(help="A timm model name (random weights, AHT), or a checkpoint.")],
-    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
-    fraction: Annotated[
-        str, typer.Option(help="Shares of token-blocks computed, by forced random exit depths.")
-    ] = "1.0,0.67,0.52",
+    batch: BatchSizes = "1,8,32",
+    fraction: Fractions = "1.0,0.67,0.52",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16; int8 on a CPU.")] = "fp32",
     seconds: Seconds = 4.0,
     static: Annotated[
@@ -120,9 +124,8 @@ def bench(
     ] = None,
     device: Device = None,
 ) -> None:
-    """Static against adaptive."""
-    place = device_for(device)
-    check_runs(dtype, place, [*DTYPES, INT8])
+    """Time the static model against the adaptive one."""
+    place = device_and_dtype(device, dtype, [*DTYPES, INT8])
     at_least(seconds=(seconds, 0))
     batches, fractions = numbers("--batch", batch, int), numbers("--fraction", fraction, float)
     adapted = model_to_bench(model)
@@ -152,24 +155,24 @@ def bench(
 
 
 def _best_static(row: dict[str, Any]) -> Any:
-    spent = row["static_ms"]
-    return f"{spent[row['best']]} ({row['best']})" if isinstance(spent, dict) else spent
+    """The static model's milliseconds; of several variants those of the fastest, with its name."""
+    static_ms = row["static_ms"]
+    return f"{static_ms[row['best']]} ({row['best']})" if isinstance(static_ms, dict) else static_ms
 
 
 def view(
     checkpoint: Checkpoint,
-    images: Annotated[list[Path], typer.Argument(help="Image files.")],
-    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("dwindle-view"),
+    images: ImageFiles,
+    out: FigureFolder = Path("dwindle-view"),
     threshold: Threshold = None,
     device: Device = None,
 ) -> None:
-    """What became of each patch."""
+    """Draw how deep each patch of the images was computed."""
     model = load_classifier(checkpoint)
     if threshold is not None:
         _turn_threshold(model, threshold)
-    result = look(model, images, out, device_for(device))
-    columns = ["image", "label", "confidence", "depth", "gmacs"]
-    show_table(checkpoint, columns, [[row[c] for c in columns] for row in result["images"]])
+    result = classify_and_draw(model, images, out, device_for(device))
+    show_rows(checkpoint, ["image", "label", "confidence", "depth", "gmacs"], result["images"])
     finish(result)
 
 
@@ -186,15 +189,8 @@ def report(
     batch: Batch = 64,
     device: Device = None,
 ) -> None:
-    """The page, and the numbers on it."""
+    """Write the page, and print its headline numbers."""
     with progress_bar() as bar:
-        tasks: dict[str, Any] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total)
-
         result = write_report(
             run,
             out,
@@ -203,10 +199,10 @@ def report(
             limit=limit,
             device=device_for(device),
             batch=batch,
-            progress=progress,
+            progress=ticking(bar),
         )
-    numbers = f"top-1 {result['top1']}, {result['gmacs']} of {result['gmacs_static']} GMACs"
-    console.print(f"{plain(result['page'])}: {numbers}")
+    headline = f"top-1 {result['top1']}, {result['gmacs']} of {result['gmacs_static']} GMACs"
+    console.print(f"{plain(result['page'])}: {headline}")
     finish(result)
 
 
@@ -217,7 +213,7 @@ def export(
     budget: Budget = None,
     seconds: Annotated[float, typer.Option(help="Time against the static model exported alike; 0: not.")] = 0.0,
 ) -> None:
-    """The graph, and how far it answers as the model does."""
+    """Write the graph, and print how far its outputs differ from the model's."""
     at_least(seconds=(seconds, 0))
     model = load_as(AdaptiveViT, checkpoint)
     if budget is not None:
@@ -225,7 +221,7 @@ def export(
     result = write_graph(model, to, out, seconds=seconds)
     if rows := result.get("speed"):
         columns = ["batch", "cost", "static_ms", "adaptive_ms", "speedup", "threads"]
-        show_table(f"{checkpoint} as {to} on this CPU", columns, [[row[c] for c in columns] for row in rows])
+        show_rows(f"{checkpoint} as {to} on this CPU", columns, rows)
     console.print(
         f"{plain(str(out))}: {result['bytes'] / 1e6:.1f} MB, logits within {result['difference']:.1g}, "
         f"{result['decisions']:.2%} of decisions equal"
@@ -242,7 +238,7 @@ def quantize(
     batch: Batch = 64,
     seconds: Annotated[float, typer.Option(help="Time against float and against static; 0: not.")] = 0.0,
 ) -> None:
-    """The checkpoint, and how far it answers as the model does."""
+    """Write the int8 checkpoint, and print how far its outputs differ from the model's."""
     require(batch >= 1, f"--batch {batch}", "it must be at least 1")
     require(limit is None or limit >= 1, f"--limit {limit}", "it must be at least 1")
     at_least(seconds=(seconds, 0))
@@ -251,25 +247,24 @@ def quantize(
     photos = check_images(model)
     if budget is not None:
         meet(model, photos, budget)
-    small = int8_of(model)
-    result: dict[str, Any] = {"out": str(out), **likeness(model, small, photos)}
+    quantized = to_int8(model)
+    result: dict[str, Any] = {"out": str(out), **likeness(model, quantized, photos)}
     if data is not None:
         with progress_bar() as bar:
             task = bar.add_task("evaluating", total=None)
             images = evaluation_images(model, data, limit)
-            for name, which in (("float", model), ("int8", small)):
+            for name, variant in (("float", model), ("int8", quantized)):
                 batches = loader(images, batch)
-                result[name] = measure(which, batches, progress=lambda n: bar.advance(task, n))
-        columns = ["top1", "top5", "gmacs", "images_per_s"]
-        lines = [[name, *[result[name][c] for c in columns]] for name in ("float", "int8")]
-        show_table(f"{checkpoint} on {data}", ["name", *columns], lines)
+                result[name] = measure(variant, batches, progress=lambda n: bar.advance(task, n))
+        rows = [{"name": name, **result[name]} for name in ("float", "int8")]
+        show_rows(f"{checkpoint} on {data}", ["name", "top1", "top5", "gmacs", "images_per_s"], rows)
         console.print(plain(images.told()), soft_wrap=True)
         result |= images.about()
-    save(small, out)
+    save(quantized, out)
     result |= {"bytes": weight_bytes(out), "bytes_float": weight_bytes(find(checkpoint))}
     if seconds:
-        rows = result["speed"] = race(model, small, photos, seconds)
-        show_table(f"{checkpoint} in int8 on this CPU", list(rows[0]), [list(row.values()) for row in rows])
+        rows = result["speed"] = race(model, quantized, photos, seconds)
+        show_rows(f"{checkpoint} in int8 on this CPU", list(rows[0]), rows)
     console.print(
         f"{plain(str(out))}: {result['bytes'] / 1e6:.1f} MB (was {result['bytes_float'] / 1e6:.1f}); on the shipped "
         f"photographs {result['same_answers']:.0%} of answers and {result['same_depths']:.1%} of depths are as before"
@@ -287,8 +282,8 @@ def predict(
     device: Device = None,
     dtype: Dtype = "fp32",
 ) -> None:
-    """Under torchrun each process takes its share."""
-    share = Share(workers, device)
+    """Classify all images into one parquet file. Under torchrun each process takes its share."""
+    share = ProcessShare(workers, device)
     with progress_bar(share.rank == 0) as bar:
         task = bar.add_task("predicting", total=None)
         result = predict_all(
@@ -305,9 +300,8 @@ def predict(
             progress=lambda part, rows: bar.advance(task, rows),
         )
     if share.rank == 0:
-        failed = f"; {result['failed']} could not be read, see {result['errors']}" if result["failed"] else ""
         right = f"; top-1 {result['top1']} of {result['labelled']} labelled" if "top1" in result else ""
-        console.print(plain(f"{result['rows']} predictions in {out}{right}{failed}"), soft_wrap=True)
-        if why := result.get("why"):
-            console.print(plain(f"Their labels are left out: {why}"), soft_wrap=True)
+        console.print(plain(f"{result['rows']} predictions in {out}{right}{unread(result)}"), soft_wrap=True)
+        if reason := result.get("why"):
+            console.print(plain(f"Their labels are left out: {reason}"), soft_wrap=True)
         finish(result)

@@ -1,4 +1,4 @@
-"""Methods under the same conditions: every method at every cost, beside the static model that they are made of."""
+"""Comparing methods under the same conditions: every method at every cost, beside their static model."""
 
 from __future__ import annotations
 
@@ -26,52 +26,52 @@ from ...train.recipe import Recipe, changed
 from ...train.state import STATE
 
 STATIC = "static"
-GROUNDED = "AHT, grounded"  # so that nobody takes it for the method as printed
+GROUNDED = "AHT, grounded"  # the label that tells it from the method as printed
 COLUMNS = ["name", "asked", "cost", "gmacs", "top1", "spread", "gap", "seeds", "images_per_s"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One method of a comparison, at every cost asked for."""
+    """One method of a comparison, at each of its costs."""
 
     name: str
     method: str
     options: dict[str, Any] = field(default_factory=dict)
     by_cost: dict[float, dict[str, Any]] = field(default_factory=dict)  # options for each cost, in place of `budget`
-    train: str = (
-        "each"  # 'each': for every cost; 'once': its operating point is turned to each; 'never': on the static model
-    )
-    costs: tuple[float, ...] | None = None  # None: the comparison's
-    seeds: tuple[int, ...] | None = None
-    changes: dict[str, Any] = field(default_factory=dict)  # of the recipe; must be told beside the result
-    group: str = "methods"  # rows of the table that belong together
-    tuned: dict[str, tuple[float, float]] = field(
-        default_factory=dict
-    )  # settings searched on held-out images before it
-    # is trained, as `search` takes them
+    # 'each': trained for every cost. 'once': trained once, its operating point turned to each cost. 'never': not
+    # trained, but put on the static model.
+    train: str = "each"
+    costs: tuple[float, ...] | None = None  # None: those of the comparison
+    seeds: tuple[int, ...] | None = None  # None: those of the comparison
+    changes: dict[str, Any] = field(default_factory=dict)  # settings of the recipe that differ from the comparison's
+    group: str = "methods"  # the group of rows of the table
+    # Settings and their ranges, as `search` takes them. They are searched on held-out images before the training.
+    tuned: dict[str, tuple[float, float]] = field(default_factory=dict)
     trials: int = 12  # of that search
-    label: str | None = None  # as tables and figures call it; None: its name, which `--only` takes
+    label: str | None = None  # the name in tables and figures; None: `name`, which `--only` takes
 
 
-# What anybody would try first. A comparison has them beside its own entries.
+# Baselines that every comparison has beside its own entries.
 RIVALS = (Entry("Resolution", "Resolution"), Entry("Random", "Random"), Entry("Shallow", "Shallow"))
-# Settings of a recipe by which the network is another one, which costs something else to begin with.
-OTHER = ("model", "heads", "image_size")
+# Settings of a recipe that change the network itself, and so its static cost.
+OTHER_NETWORK = ("model", "heads", "image_size")
 
 
 @dataclass(frozen=True)
 class Comparison(Plan):
+    """A plan: which methods are compared, at which costs and seeds, under which conditions."""
+
     base: Recipe  # the conditions; its method is not used
     entries: tuple[Entry, ...]
     costs: tuple[float, ...] = (0.83, 0.67, 0.52)
     seeds: tuple[int, ...] = (0,)
     static_seeds: tuple[int, ...] = (0,)
     taught: bool = True  # the static model of the same seed teaches all others
-    adapted: bool = False  # and they begin from its weights
-    changes: dict[str, Any] = field(default_factory=dict)  # of the recipe, for all but the static model
-    reference: str = STATIC  # the entry the others are measured against
+    adapted: bool = False  # all others begin from the static model's weights
+    changes: dict[str, Any] = field(default_factory=dict)  # settings of the recipe, for all but the static model
+    reference: str = STATIC  # the entry whose accuracy is subtracted from the others'
     pretrained_static: bool = False  # the static model is the weights as they are: nothing to train
-    rivals: tuple[Entry, ...] = RIVALS  # compared too, but for those that `entries` have by the same name
+    rivals: tuple[Entry, ...] = RIVALS  # compared too, unless `entries` have one of the same name
 
     part = "entry"
     independent = True
@@ -81,7 +81,7 @@ class Comparison(Plan):
 
     @property
     def compared(self) -> tuple[Entry, ...]:
-        """All entries."""
+        """All entries, the rivals included."""
         own = {entry.name for entry in self.entries}
         return (*self.entries, *(rival for rival in self.rivals if rival.name not in own))
 
@@ -109,10 +109,10 @@ class Comparison(Plan):
     def report(self, name: str, found: Sequence[dict[str, Any]], folder: Path) -> Report:
         rows, plot = summarised(found, self.reference), folder / "tradeoff.png"
         labels = {entry.name: entry.label for entry in self.compared if entry.label}
-        told = [row | {"name": labels.get(row["name"], row["name"])} for row in rows]
-        save_figure(tradeoff(told, name, self.reference), plot)
-        lines = [["" if row[c] is None else row[c] for c in COLUMNS] for row in told]
-        return Report(rows, [(name, COLUMNS, lines)], markdown(told, self.reference), {"plot": str(plot)})
+        labelled = [row | {"name": labels.get(row["name"], row["name"])} for row in rows]
+        save_figure(tradeoff(labelled, name, self.reference), plot)
+        lines = [["" if row[c] is None else row[c] for c in COLUMNS] for row in labelled]
+        return Report(rows, [(name, COLUMNS, lines)], markdown(labelled, self.reference), {"plot": str(plot)})
 
     def _conditions(self, work: Compare, recipe: Recipe) -> dict[str, Any]:
         from_static = recipe.weights is not None and Path(recipe.weights).parent == work.out
@@ -120,11 +120,12 @@ class Comparison(Plan):
 
     # The recipes.
     def _alone(self, seed: int) -> Recipe:
-        """The static model learns from the labels alone."""
+        """The recipe of the static model, which learns from the labels alone."""
         settings: dict[str, Any] = {"method": "Static", "method_options": {}, "teacher": None, "label_weight": 1.0}
         return dataclasses.replace(self.base, **settings, seed=seed)
 
     def _recipe(self, work: Compare, entry: Entry, cost: float, seed: int) -> Recipe:
+        """The recipe of an entry at a cost."""
         if entry.train == "never":
             return self._alone(seed)
         options = entry.by_cost.get(cost, {"budget": cost}) if entry.train == "each" else {}
@@ -137,9 +138,10 @@ class Comparison(Plan):
 
     # Making results.
     def _static(self, work: Compare, recipe: Recipe) -> dict[str, Any]:
+        """The result of the static model: trained, loaded, or the pretrained weights as they are."""
         folder = _static_folder(work, recipe.seed)
         if (folder / "config.json").exists() and not (folder / STATE).exists():
-            # A checkpoint brought from elsewhere: only the data is opened.
+            # The checkpoint is complete, here or from elsewhere, so that only the data is opened.
             run, model = work.open(recipe, work.out / f".{STATIC}-s{recipe.seed}"), work.loaded(folder)
         elif self.pretrained_static:
             run = work.open(recipe, folder)
@@ -150,7 +152,7 @@ class Comparison(Plan):
         return _measured(run, model, "methods")
 
     def _entry(self, work: Compare, entry: Entry, cost: float, recipe: Recipe) -> dict[str, Any]:
-        """Trained for its cost; or one model, its operating point turned to each on training images."""
+        """The result of an entry at a cost: of a model trained for it, or turned to it on training images."""
         static = _static_made(work, recipe.seed)
         if entry.train == "never":
             run = work.open(recipe, work.out / stem(entry.name, recipe.seed))
@@ -164,21 +166,22 @@ class Comparison(Plan):
         run, model = work.trained(recipe, folder)
         point = model.method.operating_point
         set_by_recipe = point is None or {"budget", point[0]} & recipe.method_options.keys()
-        if entry.train == "once" or not set_by_recipe:  # its cost followed from training alone
+        if entry.train == "once" or not set_by_recipe:  # the training did not aim at this cost
             calibrate(model, run.task.typical(), cost)
-        found = _measured(run, model, entry.group, work.loaded(static) if entry.changes.keys() & OTHER else None)
-        if entry.train == "each" and not set_by_recipe:  # before the result, which once there is not made again
+        reference = work.loaded(static) if entry.changes.keys() & OTHER_NETWORK else None
+        result = _measured(run, model, entry.group, reference)
+        if entry.train == "each" and not set_by_recipe:  # saved first: a result that exists is not made again
             names = ("top1", "top5", "gmacs", "gmacs_static", "depth", "images", "images_per_s")
-            save(model, folder, extra={"results": {n: found[n] for n in names} | run.task.about()})
+            save(model, folder, extra={"results": {n: result[n] for n in names} | run.task.about()})
             write_card(folder)
-        return found
+        return result
 
     def _searched(self, work: Compare, entry: Entry, cost: float, recipe: Recipe, folder: Path) -> list[str]:
-        """Settings that were best on held-out training images, which the evaluation images are none of."""
+        """The settings that were best on held-out training images."""
         assert work.data is not None
-        place, device = folder.with_name(f"{folder.name}-search"), str(work.device)
-        asked: dict[str, Any] = {"trials": entry.trials, "space": entry.tuned, "limit": work.limit}
-        found = search(recipe, work.data, place, budget=cost, device=device, **asked)
+        trials, device = folder.with_name(f"{folder.name}-search"), str(work.device)
+        options: dict[str, Any] = {"trials": entry.trials, "space": entry.tuned, "limit": work.limit}
+        found = search(recipe, work.data, trials, budget=cost, device=device, **options)
         best: list[str] = found["settings"]
         return best
 
@@ -195,7 +198,10 @@ def _static_made(work: Compare, seed: int) -> Path:
 
 
 def _measured(run: Run, model: AdaptiveViT, group: str, static: AdaptiveViT | None = None) -> dict[str, Any]:
-    """static: what the cost is a share of, where that is not the model with nothing halted."""
+    """The result of a model: accuracy, cost and speed, packed and masked.
+
+    static: the model whose cost is the reference, where that is not the model itself with nothing halted.
+    """
     packed, masked = run.evaluate(model=model), run.evaluate(model=model, layout="masked")
     seconds, teacher = run.seconds_per_epoch, run.learner.teacher
     if static is not None:
@@ -211,13 +217,13 @@ def _measured(run: Run, model: AdaptiveViT, group: str, static: AdaptiveViT | No
         "top1_masked": masked["top1"],
         "images_per_s_masked": masked["images_per_s"],
         "train_images_per_s": speed and round(speed),
-        "teacher_asked": teacher is not None and teacher.asked > 0,  # or its answers kept, which is faster
+        "teacher_asked": teacher is not None and teacher.asked > 0,  # else its answers were cached, which is faster
         "taught": run.recipe.teacher is not None,
     }
 
 
 def summarised(results: Sequence[dict[str, Any]], reference: str = STATIC) -> list[dict[str, Any]]:
-    """One row per method and cost: means over seeds, and the distance to static, of the same seeds."""
+    """One row per method and cost: means over seeds, and the gap to the reference of the same seeds."""
     static = {r["seed"]: r["top1"] for r in results if r["name"] == reference}
     groups: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
     for result in results:
@@ -247,7 +253,7 @@ def summarised(results: Sequence[dict[str, Any]], reference: str = STATIC) -> li
 
 
 def markdown(rows: Sequence[dict[str, Any]], reference: str = STATIC) -> str:
-    """The table, for a README."""
+    """The rows as a table in Markdown."""
     lines = [
         f"| method | asked | cost | GMACs | top-1 | vs {reference} | seeds | packed images/s |",
         "|---|---|---|---|---|---|---|---|",

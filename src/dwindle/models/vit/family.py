@@ -1,4 +1,4 @@
-"""What saving, loading, cards and commands need to know of adapted vision transformers."""
+"""What saving, loading, model cards and commands need to know about adapted vision transformers."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class VisionTransformers(Family):
 
     def card(self, config: dict[str, Any], name: str) -> str:
         backbone, method = config["backbone"]["model"] or "a vision transformer", config["method"]["name"]
-        told = f"{backbone} with {method}: tokens stop being computed when they are done."
-        return vision_card(config, name, told)
+        summary = f"{backbone} with {method}: tokens stop being computed when they are done."
+        return vision_card(config, name, summary)
 
     def preprocess(self, model: AdaptiveViT) -> dict[str, Any]:
         return model.backbone.preprocess

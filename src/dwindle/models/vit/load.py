@@ -1,4 +1,4 @@
-"""A vision transformer and its method, from a checkpoint."""
+"""Loading a vision transformer and its method from a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHT_KINDS = ("float", "int8")
 
 
 def adapted(folder: Path, config: dict[str, Any], vit: nn.Module | None) -> AdaptiveViT:
-    """A vision transformer with its method."""
+    """The model of a checkpoint. vit: the backbone it belongs to; None builds the one in the checkpoint."""
     backbone, method, kind = config["backbone"], config["method"], config.get("weights", "float")
     if method["name"] not in Method.registry:
         raise unknown("method", method["name"], Method.registry, hint=f"{folder / CONFIG} was saved with it")
@@ -32,16 +32,16 @@ def adapted(folder: Path, config: dict[str, Any], vit: nn.Module | None) -> Adap
         raise unknown("kind of weights", kind, WEIGHT_KINDS, hint=f"{folder / CONFIG} names it")
     weights = read_both(folder, config)
     head = config.get("head")
-    back = config.get("give_back")
-    held = {"method": True, "dense_head": head, "give_back": back}
-    parts = {name: _behind(f"{name}.", weights) for name, there in held.items() if there}
+    give_back = config.get("give_back")
+    saved = {"method": True, "dense_head": head, "give_back": give_back}
+    parts = {name: _with_prefix(f"{name}.", weights) for name, present in saved.items() if present}
     if config["saved"] == "all":
         parts["vit"] = {n: w for n, w in weights.items() if not n.startswith(ADDED)}
-    own = partial(Method.registry[method["name"]].from_config, method["options"])
+    make_method = partial(Method.registry[method["name"]].from_config, method["options"])
 
     def make(vit: nn.Module, method: Method) -> AdaptiveViT:
-        made = PatchHead(width=backbone_of(vit).shape.width, **head) if head else None
-        model = adapt(vit, method, made, None if back is None else GiveBack(**back))
+        dense_head = PatchHead(width=backbone_of(vit).shape.width, **head) if head else None
+        model = adapt(vit, method, dense_head, None if give_back is None else GiveBack(**give_back))
         return to_int8(model) if kind == "int8" else model
 
     if vit is None:
@@ -55,18 +55,20 @@ def adapted(folder: Path, config: dict[str, Any], vit: nn.Module | None) -> Adap
             raise DwindleError(
                 f"{folder} belongs to a {backbone['family']} model, but vit is a {family} model; pass one it fits."
             )
-    check_method(own, shape, parts["method"], folder)
+    check_method(make_method, shape, parts["method"], folder)
     with by_config(folder):
-        model = make(rebuild(backbone) if vit is None else vit, own())
+        model = make(rebuild(backbone) if vit is None else vit, make_method())
     model.method.trained = model.method.held = method.get("trained", True)
     return filled(model, parts, folder)
 
 
-def _behind(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_prefix(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights whose names begin with the prefix, under their names without it."""
     return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 
 
 def _rebuilder(folder: Path, config: dict[str, Any]) -> Callable[[dict[str, Any]], nn.Module]:
+    """The function that builds the backbone from its entry in the config."""
     backbone = config["backbone"]
     if config["saved"] == "method" or backbone["options"] is None:
         raise DwindleError(

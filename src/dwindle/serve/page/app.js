@@ -1,9 +1,9 @@
 "use strict";
-// The server tells everything once per image, budget and model (/v1/explain); the layer slider only redraws.
+// The server explains each image once per budget and model (/v1/explain). The layer slider only redraws.
 
 const $ = (id) => document.getElementById(id);
 const VIRIDIS = [[68, 1, 84], [72, 40, 120], [62, 74, 137], [49, 104, 142], [38, 130, 142], [31, 158, 137], [53, 183, 121], [110, 206, 88], [181, 222, 43], [253, 231, 37]];
-const state = { image: null, name: "", models: [], told: new Map(), budget: null, token: "", asked: 0 };
+const state = { image: null, name: "", models: [], explanations: new Map(), budget: null, token: "", latest: 0 };
 
 function colour(share) {
   const at = Math.min(Math.max(share, 0), 1) * (VIRIDIS.length - 1);
@@ -22,8 +22,8 @@ async function ask(path, options = {}) {
   }
   if (answer.ok) return answer;
   $("sign").hidden = answer.status !== 401;
-  const said = await answer.json().catch(() => ({}));
-  throw new Error(said.error || "The server answered " + answer.status + ".");
+  const body = await answer.json().catch(() => ({}));
+  throw new Error(body.error || "The server answered " + answer.status + ".");
 }
 
 function problem(text) {
@@ -37,7 +37,7 @@ function chosen() {
 
 async function explain() {
   if (!state.image) return;
-  const turn = ++state.asked;
+  const turn = ++state.latest;
   $("state").textContent = "Looking at " + state.name + " …";
   problem("");
   try {
@@ -50,28 +50,28 @@ async function explain() {
       const answer = await ask("v1/explain?" + query, {
         method: "POST", body: state.image, headers: { "Content-Type": "application/octet-stream" },
       });
-      const told = await answer.json();
-      if (turn !== state.asked) return; // a newer question is on its way
+      const explanation = await answer.json();
+      if (turn !== state.latest) return; // a newer request has been sent
       const photo = new Image();
-      photo.src = told.seen;
+      photo.src = explanation.seen;
       await photo.decode();
-      state.told.set(name, { ...told, photo });
+      state.explanations.set(name, { ...explanation, photo });
     }
-    for (const name of state.told.keys()) if (!chosen().includes(name)) state.told.delete(name);
+    for (const name of state.explanations.keys()) if (!chosen().includes(name)) state.explanations.delete(name);
     draw();
     $("state").textContent = "Done: " + state.name + ".";
   } catch (error) {
-    if (turn !== state.asked) return;
+    if (turn !== state.latest) return;
     problem(error.message);
     $("state").textContent = "";
   }
 }
 
-function paint(canvas, told, cells, cover) {
+function paint(canvas, explanation, cells, cover) {
   const side = 448, rows = cells.length, columns = cells[0].length;
   canvas.width = canvas.height = side;
   const pen = canvas.getContext("2d");
-  pen.drawImage(told.photo, 0, 0, side, side);
+  pen.drawImage(explanation.photo, 0, 0, side, side);
   for (let r = 0; r < rows; r++) {
     for (let c = 0; c < columns; c++) {
       pen.fillStyle = cover(cells[r][c]);
@@ -83,35 +83,35 @@ function paint(canvas, told, cells, cover) {
 
 function draw() {
   const layer = Number($("layer").value);
-  const cards = chosen().filter((name) => state.told.has(name)).map((name) => {
-    const told = state.told.get(name), card = $("card").content.firstElementChild.cloneNode(true);
+  const cards = chosen().filter((name) => state.explanations.has(name)).map((name) => {
+    const explanation = state.explanations.get(name), card = $("card").content.firstElementChild.cloneNode(true);
     const find = (selector) => card.querySelector(selector);
-    const heat = (depth) => depth === null ? "rgba(128,128,128,.75)" : "rgba(" + colour((depth - 1) / (told.blocks - 1)) + ",.62)";
-    const alive = told.live[Math.max(layer, 1) - 1] || 0;
+    const heat = (depth) => depth === null ? "rgba(128,128,128,.75)" : "rgba(" + colour((depth - 1) / (explanation.blocks - 1)) + ",.62)";
+    const alive = explanation.live[Math.max(layer, 1) - 1] || 0;
     card.dataset.model = name;
     find("h2").textContent = name;
     const caption = layer
-      ? "layer " + layer + ": " + alive + " of " + told.tokens + " tokens alive"
-      : "executed: mean depth " + told.depth.toFixed(1) + " of " + told.blocks;
-    paint(find(".done"), told, told.depths, layer ? (depth) => depth >= layer ? "transparent" : "rgba(242,245,250,.86)" : heat);
+      ? "layer " + layer + ": " + alive + " of " + explanation.tokens + " tokens alive"
+      : "executed: mean depth " + explanation.depth.toFixed(1) + " of " + explanation.blocks;
+    paint(find(".done"), explanation, explanation.depths, layer ? (depth) => depth >= layer ? "transparent" : "rgba(242,245,250,.86)" : heat);
     find(".done").setAttribute("aria-label", "The image under " + name + ", " + caption);
     find(".done-said").textContent = caption;
-    if (told.plan) {
-      const values = told.plan.flat().filter((value) => value !== null);
+    if (explanation.plan) {
+      const values = explanation.plan.flat().filter((value) => value !== null);
       const mean = values.reduce((sum, value) => sum + value, 0) / Math.max(values.length, 1);
-      paint(find(".plan"), told, told.plan, heat);
-      const grey = values.length < told.plan.flat().length ? "; grey: halted before a plan" : "";
+      paint(find(".plan"), explanation, explanation.plan, heat);
+      const grey = values.length < explanation.plan.flat().length ? "; grey: halted before a plan" : "";
       find(".plan-said").textContent = "planned: mean depth " + mean.toFixed(1) + grey;
       find(".plan").setAttribute("aria-label", "The depth " + name + " planned for each patch, mean " + mean.toFixed(1));
     } else {
       find(".planned").remove();
       find(".pictures").classList.add("single");
     }
-    find(".gmacs").textContent = told.gmacs.toFixed(2) + " of " + told.gmacs_static.toFixed(2) + " static (" + Math.round(100 * told.cost) + "%)";
-    find(".ms").textContent = told.ms.toFixed(0) + " against " + told.static_ms.toFixed(0) + " static";
-    find(".gmacs-bar").style.width = Math.min(100, 100 * told.cost) + "%";
-    find(".ms-bar").style.width = Math.min(100, (100 * told.ms) / told.static_ms) + "%";
-    for (const one of told.top) {
+    find(".gmacs").textContent = explanation.gmacs.toFixed(2) + " of " + explanation.gmacs_static.toFixed(2) + " static (" + Math.round(100 * explanation.cost) + "%)";
+    find(".ms").textContent = explanation.ms.toFixed(0) + " against " + explanation.static_ms.toFixed(0) + " static";
+    find(".gmacs-bar").style.width = Math.min(100, 100 * explanation.cost) + "%";
+    find(".ms-bar").style.width = Math.min(100, (100 * explanation.ms) / explanation.static_ms) + "%";
+    for (const one of explanation.top) {
       const line = document.createElement("li"), text = document.createElement("span"), bar = document.createElement("div");
       const label = document.createElement("b"), share = document.createElement("span"), fill = document.createElement("i");
       label.textContent = one.label;
@@ -186,12 +186,12 @@ async function start() {
   }
 }
 
-let later = 0;
+let timer = 0;
 $("budget").addEventListener("input", () => {
   state.budget = Number($("budget").value);
   $("budget-said").textContent = Math.round(100 * state.budget) + "%";
-  clearTimeout(later);
-  later = setTimeout(explain, 150);
+  clearTimeout(timer);
+  timer = setTimeout(explain, 150);
 });
 $("layer").addEventListener("input", draw);
 $("file").addEventListener("change", () => $("file").files[0] && take($("file").files[0], $("file").files[0].name));
