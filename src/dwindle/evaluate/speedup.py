@@ -30,7 +30,7 @@ from ..ops.timing import milliseconds
 from ..runtime.prepared import quickest
 from ..settings import parameters
 from .bench import static_calls, variants_on
-from .fidelity import Features, Tally, asking
+from .fidelity import Features, Tally, check_cosines, feature_extractor
 
 BUDGETS = (0.85, 0.7, 0.55, 0.4)
 AT_ONCE = 16  # images per forward pass while features are compared
@@ -155,9 +155,7 @@ def speedup(
 
 
 def _check_goal(patch_cosine: float | None, class_cosine: float | None, max_drop: float | None) -> None:
-    for name, cosine in (("patch-cosine", patch_cosine), ("class-cosine", class_cosine)):
-        if cosine is not None and not 0 < cosine < 1:
-            raise DwindleError(f"--{name} {cosine:g}: it is a cosine to the static features, between 0 and 1.")
+    check_cosines(patch_cosine, class_cosine)
     if max_drop is not None and not 0 <= max_drop <= 100:
         raise DwindleError(f"--max-drop {max_drop:g}: it is a number of points, from 0 to 100.")
 
@@ -211,7 +209,7 @@ class _Sums:
     """A model's features compared with the static model's, and its correct answers, summed over batches."""
 
     def __init__(self, model: AdaptiveViT, gmacs_static: float) -> None:
-        self.features, self.tally, self.correct = asking(model), Tally(gmacs_static), 0
+        self.features, self.tally, self.correct = feature_extractor(model), Tally(gmacs_static), 0
 
     def add(self, x: Tensor, y: Tensor | None, reference: Features | None = None) -> Features:
         """The model's features of a batch. reference: the static model's; None: this is the static model."""
