@@ -103,8 +103,9 @@ class Engine(Keeper["AdaptiveViT"]):
             return eager
         try:
             most = room(len(images))
-            options = [None if x is None else _padded(x, most) for x in (depths, operating_point)]
-            return Recording(self.model, self._folded, _padded(images, most), *options, self.pool, self.turn)
+            depths, operating_point = (None if x is None else _padded(x, most) for x in (depths, operating_point))
+            images = _padded(images, most)
+            return Recording(self.model, self._folded, images, depths, operating_point, self.pool, self.turn)
         except torch.OutOfMemoryError:
             raise
         except refusals() as error:
