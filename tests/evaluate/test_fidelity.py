@@ -148,7 +148,7 @@ def test_a_promise_out_of_reach_says_what_could_be_had(monkeypatch):
         Calibration(model, [images_for(model, 5)], Wish(patch_cosine=0.9), None)
     with pytest.raises(dwindle.DwindleError, match="no operating point"):
         settings_of(build("vit", dwindle.Static()))
-    assert calibration.LEAST >= 1
+    assert calibration.BATCH >= 1
 
 
 def test_broken_images_are_left_out(places):

@@ -21,7 +21,8 @@ from timm.models.vision_transformer import VisionTransformer
 
 import dwindle
 from dwindle.evaluate.cluster import Classify
-from dwindle.evaluate.predict import PartFiles, predict
+from dwindle.evaluate.parts import PartFiles
+from dwindle.evaluate.predict import predict
 from dwindle.io import images
 from dwindle.io.images import load_image, preprocess_of
 from shared.tiny import METHODS, build

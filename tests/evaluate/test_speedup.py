@@ -14,7 +14,7 @@ import dwindle
 from dwindle.evaluate import speedup as module
 from dwindle.evaluate.speedup import Goal, Row, _chosen, speedup
 from shared.command import refused, run
-from shared.tiny import METHODS, build, images_for
+from shared.tiny import BACKBONES, METHODS, ONE_GRID, build, images_for
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,8 @@ def test_methods_and_smaller_images_are_compared_with_static():
     assert {f"{name} at {budget}" for name in methods for budget in (0.8, 0.6)} == set(names)
     assert names["ToMe at 0.6"].cost == pytest.approx(0.6, abs=0.06) and names["Resolution at 0.6"].cost < 0.7
     for row in found.rows:
-        assert 0 < row.ms < 1e4 and row.speedup > 0 and row.kept and -1 <= row.told["patch_cosine"] <= 1
-    assert names["ToMe at 0.8"].told["patch_cosine"] > names["ToMe at 0.6"].told["patch_cosine"]
+        assert 0 < row.ms < 1e4 and row.speedup > 0 and row.kept and -1 <= row.metrics["patch_cosine"] <= 1
+    assert names["ToMe at 0.8"].metrics["patch_cosine"] > names["ToMe at 0.6"].metrics["patch_cosine"]
     assert set(found.static) == {"eager"} and {row.kind for row in found.rows} == {"adaptive", "smaller image"}
     assert torch.equal(vit(images), before) and not hasattr(vit.blocks[0].attn, "_fused_before")
 
@@ -55,7 +55,7 @@ def test_a_smaller_image_is_compared_on_the_whole_grid():
     images = torch.ones(4, 3, 32, 32) * torch.linspace(-1, 1, 4).view(-1, 1, 1, 1)
     found = look(vit, images, patch_cosine=0.5)
     (small,) = [row for row in found.rows if row.kind == "smaller image" and row.name == "Resolution at 0.6"]
-    assert small.told["patch_cosine"] == pytest.approx(1, abs=1e-3)
+    assert small.metrics["patch_cosine"] == pytest.approx(1, abs=1e-3)
 
 
 def test_accuracy_where_labels_are_given():
@@ -65,11 +65,22 @@ def test_accuracy_where_labels_are_given():
         labels = model.vit(images).argmax(-1)
     found = look(model, images, labels=labels, max_drop=100.0)
     own = found.rows[0]
-    assert own.name == "AHT as it is" and own.told["drop"] == pytest.approx(100 - own.told["top1"])
+    assert own.name == "AHT as it is" and own.metrics["drop"] == pytest.approx(100 - own.metrics["top1"])
     with torch.no_grad():
         right = (model(images).logits.argmax(-1) == labels).float().mean()
-    assert own.told["top1"] == pytest.approx(100 * float(right), abs=1e-3)
-    assert "top1" not in look(model, images).rows[0].told
+    assert own.metrics["top1"] == pytest.approx(100 * float(right), abs=1e-3)
+    assert "top1" not in look(model, images).rows[0].metrics
+
+
+@pytest.mark.parametrize("backbone", ONE_GRID)
+def test_a_method_that_refuses_the_model_is_left_out(backbone):
+    """A model that takes one image size only refuses a smaller image when it is called; other methods are compared."""
+    vit = BACKBONES[backbone]().eval()
+    found = look(vit, torch.randn(20, 3, 32, 32), max_drop=100.0, budgets=(0.6,))
+    assert {row.name for row in found.rows} == {f"{name} at 0.6" for name in ("ToMe", "ToMe.for_features", "TopK")}
+    assert list(found.left_out) == ["Resolution at 0.6"]
+    assert "takes images of 32 x 32 pixels alone" in found.left_out["Resolution at 0.6"]
+    assert all(0 < row.ms < 1e4 and row.metrics["cost"] < 1 for row in found.rows)
 
 
 def row(name: str, kind: str, cosine: float, faster: float) -> Row:

@@ -219,7 +219,7 @@ def test_a_graph_that_differs_is_not_used(monkeypatch, caplog):
 @torch.no_grad()
 def test_without_the_packages_it_runs_packed(monkeypatch, caplog):
     """And says so once."""
-    cpu._tell_missing.cache_clear()
+    cpu._warn_missing.cache_clear()
     monkeypatch.setattr(onnx_graph, "missing", lambda: ["onnxruntime"])
     model = build("vit", METHODS["AHT"]())
     images = images_for(model)

@@ -8,7 +8,7 @@ import torch
 
 import dwindle
 from dwindle.runtime.cuda import graph
-from dwindle.runtime.cuda.graph import Engine, prepared, room
+from dwindle.runtime.cuda.graph import Engine, folded_blocks, room
 from dwindle.runtime.cuda.listed import Listed
 from dwindle.runtime.cuda.recording import Recording, everyone
 from shared.tiny import BACKBONES, METHODS, WHOLE, build, cover, images_for
@@ -26,7 +26,7 @@ def same(ours, theirs, tolerance):
 
 
 def live(model):
-    ready = prepared(model)
+    ready = folded_blocks(model)
     return lambda x, prefix: Listed.begin(x, prefix, ready, *everyone(*x.shape[:2], x.device))
 
 
@@ -60,7 +60,7 @@ def test_forced_depths_in_live_rows():
 def test_every_plain_block_has_kernels():
     for name in BACKBONES:
         model = build(name, dwindle.AHT(stages=(1, 2)))
-        assert len(prepared(model)) == (0 if name in WHOLE else len(model.backbone.blocks))
+        assert len(folded_blocks(model)) == (0 if name in WHOLE else len(model.backbone.blocks))
 
 
 @pytest.mark.cuda
@@ -106,7 +106,7 @@ def test_results_outlive_the_next_call():
 def test_a_recording_takes_fewer_images_than_it_was_made_for(place, method):
     model = build("vit", METHODS[method]()).eval().to(place)
     images = images_for(model, 5).to(place)
-    made = Recording(model, prepared(model), images, None, None, None, threading.Lock())
+    made = Recording(model, folded_blocks(model), images, None, None, None, threading.Lock())
     for count in (5, 2, 4, 5):
         same(made(images[:count]), model(images[:count], layout="packed"), 2e-4)
         assert made.finite()
@@ -116,7 +116,7 @@ def test_a_recording_takes_fewer_images_than_it_was_made_for(place, method):
 def test_a_recalled_output_is_an_output(place):
     model = build("vit", METHODS["AHT"]()).eval().to(place)
     images = images_for(model, 3).to(place)
-    made = Recording(model, prepared(model), images, None, None, None, threading.Lock())
+    made = Recording(model, folded_blocks(model), images, None, None, None, threading.Lock())
     recalled = copy.deepcopy(made(images))
     assert recalled.trace.exits == [] and torch.equal(recalled.trace.depth, model(images).trace.depth)
     assert torch.equal(recalled.logits, made(images).logits) and not hasattr(made(images), "nothing")
@@ -221,7 +221,7 @@ def test_calls_with_and_without_inference_mode_share_a_recording(place):
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
         with mode():
             same(recorded(engine, images.clone()), model(images, layout="packed"), 2e-4)
-    made = Recording(model, prepared(model), images, None, None, None, threading.Lock())
+    made = Recording(model, folded_blocks(model), images, None, None, None, threading.Lock())
     for mode, count in ((torch.inference_mode, 2), (torch.no_grad, 3)):
         with mode():
             same(made(images[:count]), model(images[:count], layout="packed"), 2e-4)

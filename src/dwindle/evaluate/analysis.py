@@ -1,4 +1,4 @@
-"""A model on a whole data set: what its traces add up to, and what other operating points would do."""
+"""Analysis of a model on a data set: sums over its traces, and accuracy and cost at other operating points."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..methods.static import Static
 from ..runtime.prepared import quickest
 from .evaluate import turn
 
-Progress = Callable[[str, int, int], None]  # what is being done, images done, images in all
+Progress = Callable[[str, int, int], None]  # (what is being done, images done, images in all)
 
-TURNED, TURNED_IMAGES = 7, 1000  # settings of the operating point, and the images they are measured on
-PROBED, PROBED_IMAGES = 16, 32  # settings tried to find those, and on how many images
+TURNED, TURNED_IMAGES = 7, 1000  # settings of the operating point that are measured, and the images for it
+PROBED, PROBED_IMAGES = 16, 32  # settings tried to choose these, and the images for it
 
 
 @dataclass
 class Stream:
-    """A data set as a model wants it, batch by batch."""
+    """A data set, read in batches with a model's transform."""
 
     images: Images
     batch: int
@@ -35,6 +35,7 @@ class Stream:
     progress: Progress | None = None
 
     def batches(self, model: AdaptiveViT, what: str, rows: np.ndarray | None = None) -> Iterator[Tensor]:
+        """Batches for this model, on its device. what: is being done, for `progress`. rows: indices; None: all."""
         model.eval().to(self.device)
         part = self.images.select(np.arange(len(self.images)) if rows is None else rows)
         part.transform = preprocess_of(model).eval_transform()
@@ -48,7 +49,7 @@ class Stream:
 
 @dataclass
 class Measured:
-    """What the traces of a data set add up to; the traces themselves are not kept."""
+    """Sums and means over the traces of a data set."""
 
     labels: np.ndarray  # (n,)
     top1: np.ndarray  # (n,) bool
@@ -57,13 +58,13 @@ class Measured:
     gmacs: np.ndarray  # (n,)
     stops: np.ndarray  # (L,) tokens that stopped after each block
     patches: np.ndarray  # (rows, columns) mean depth of each position
-    scores: np.ndarray | None  # (L, n) mean over live tokens, NaN where there is none; None: the method has no scores
+    scores: np.ndarray | None  # (L, n) mean over live tokens, NaN where none is live; None: the method has no scores
     gmacs_static: float
 
 
 @dataclass
 class Baseline:
-    """A model in which nothing halts, on the same images."""
+    """The static model on the same images."""
 
     name: str
     top1: np.ndarray  # (n,) bool
@@ -72,7 +73,7 @@ class Baseline:
 
 @torch.inference_mode()
 def measure(model: AdaptiveViT, stream: Stream) -> Measured:
-    """One pass of the adaptive model."""
+    """Run the adaptive model on the data set once."""
     columns: dict[str, list[np.ndarray]] = {"best": [], "depth": [], "gmacs": [], "scores": []}
     stops, patches = np.zeros(model.backbone.shape.blocks, dtype=np.int64), np.zeros(())
     fast = quickest(model.eval().to(stream.device), len(stream.images), details=True)
@@ -86,7 +87,7 @@ def measure(model: AdaptiveViT, stream: Stream) -> Measured:
         patches = patches + _numpy(trace.patches.double().sum(0))
         if scored := [block for block, values in enumerate(trace.values) if "score" in values]:
             scores = torch.full_like(trace.counts, torch.nan, dtype=torch.float64)
-            scores[scored] = trace.scores[scored].double().sum(-1) / trace.counts[scored]  # 0 / 0 is the NaN we want
+            scores[scored] = trace.scores[scored].double().sum(-1) / trace.counts[scored]  # 0 / 0 is NaN
             columns["scores"].append(_numpy(scores))
     labels, best = stream.images.labels, np.concatenate(columns["best"])
     hits = best == labels[:, None]
@@ -105,13 +106,14 @@ def measure(model: AdaptiveViT, stream: Stream) -> Measured:
 
 @torch.inference_mode()
 def measure_static(model: AdaptiveViT, name: str, stream: Stream) -> Baseline:
-    """One pass of the same weights without the method."""
+    """Run the same weights without the method on the data set once. name: of the baseline."""
     static = model.with_method(Static()).eval().to(stream.device)
-    fast, right = quickest(static, len(stream.images)), []
+    fast, predictions = quickest(static, len(stream.images)), []
     for x in stream.batches(static, "comparing with static"):
         result = fast(x)
-        right.append(_numpy(result.logits.argmax(-1)))
-    return Baseline(name, np.concatenate(right) == stream.images.labels, model.static_macs(result.trace) / 1e9)
+        predictions.append(_numpy(result.logits.argmax(-1)))
+    correct = np.concatenate(predictions) == stream.images.labels
+    return Baseline(name, correct, model.static_macs(result.trace) / 1e9)
 
 
 def _numpy(values: Tensor) -> np.ndarray:
@@ -119,7 +121,7 @@ def _numpy(values: Tensor) -> np.ndarray:
 
 
 def operating_points(model: AdaptiveViT) -> list[tuple[str, float, float]]:
-    """What can be turned after training: name, cheapest, dearest. AHT has its bar and its threshold."""
+    """What can be set after training, as (name, cheapest, dearest). AHT has two: its bar and its threshold."""
     own = [] if model.method.operating_point is None else [model.method.operating_point]
     if own and own[0][0] == "bar":
         own.append(("threshold", 1e-3, float(model.backbone.shape.blocks)))
@@ -130,7 +132,10 @@ def operating_points(model: AdaptiveViT) -> list[tuple[str, float, float]]:
 def sweep(
     model: AdaptiveViT, stream: Stream, rows: np.ndarray, operating_point: tuple[str, float, float]
 ) -> list[dict[str, float]]:
-    """Accuracy and cost at settings of the operating point, the one as trained first. The model is left as it was."""
+    """Accuracy and cost at settings of the operating point; the first is the trained one. The model is not changed.
+
+    rows: indices of the images to measure on. operating_point: one of `operating_points`.
+    """
     name, cheap, dear = operating_point
     trained = float(getattr(model.method, name))
     fast: Any = quickest(model.eval().to(stream.device), len(rows) * TURNED)
@@ -145,22 +150,25 @@ def sweep(
         points = [{"setting": setting, "gmacs": 0.0, "top1": 0.0} for setting in settings]
         labels, at = stream.images.labels[rows], 0
         for x in stream.batches(model, "turning the operating point", rows):
-            wanted, at = labels[at : at + len(x)], at + len(x)
+            y, at = labels[at : at + len(x)], at + len(x)
             for point in points:
                 turn(fast, point["setting"], name)
                 result = fast(x)
                 point["gmacs"] += model.macs(result.trace).sum().item() / 1e9 / len(rows)
-                point["top1"] += 100 * int((_numpy(result.logits.argmax(-1)) == wanted).sum()) / len(rows)
+                point["top1"] += 100 * int((_numpy(result.logits.argmax(-1)) == y).sum()) / len(rows)
     finally:
         turn(fast, trained, name)
     return points
 
 
 def spread_settings(cost: Callable[[float], float], one: float, other: float, count: int, probes: int) -> list[float]:
-    """Settings between two whose costs lie about evenly, cheapest first: the widest gap in cost is halved again and
-    again, for with most settings nearly all of the change happens in a small part of the range."""
+    """At most `count` settings between two, about evenly spread in cost, cheapest first.
+
+    The setting in the middle of the widest gap in cost is tried next, until `probes` are tried: for most operating
+    points nearly all of the change in cost happens in a small part of the range.
+    """
     known = {value: cost(value) for value in (one, other)}
-    finest = 1e-4 * abs(other - one)  # a cost that jumps is not looked into for ever
+    finest = 1e-4 * abs(other - one)  # narrower intervals are not halved: at a jump of the cost this would not end
     while len(known) < probes:
         gaps = [(low, high) for low, high in pairwise(sorted(known)) if high - low > finest]
         low, high = max(gaps, key=lambda gap: abs(known[gap[1]] - known[gap[0]]))

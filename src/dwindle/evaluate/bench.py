@@ -1,4 +1,4 @@
-"""Static and adaptive timed in one run, turn about, so that both see the same machine."""
+"""Latency of the static and the adaptive model, timed in turns in one process, so that both see the same machine."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from ..runtime.cuda.recording import captured
 from ..runtime.dtypes import DTYPES
 from ..runtime.int8 import quantize
 
-INT8 = "int8"  # linear layers of blocks, on a CPU; the rest is fp32
+INT8 = "int8"  # the linear layers of the blocks, on a CPU; the rest of the model is fp32
 
 
 def model_to_bench(name: str) -> AdaptiveViT:
-    """A checkpoint; or a timm model with random weights and AHT, its planners at the quarters of the depth."""
+    """The checkpoint of this name; else the timm model with random weights, and AHT with planners at each quarter."""
     import timm
 
     if is_checkpoint(name):
@@ -43,9 +43,9 @@ def model_to_bench(name: str) -> AdaptiveViT:
 
 
 def forced_depths(images: int, shape: Shape, fraction: float, seed: int = 0) -> Tensor:
-    """(B, N) random exit depths that leave exactly this share of token-blocks, prefix tokens to the end.
+    """(B, N) random exit depths with exactly this share of token-blocks computed; prefix tokens run all blocks.
 
-    Drawn as L u^a with mean `fraction` L, so that images differ in their number of live tokens at every block.
+    A depth is L u^a, u uniform, with mean `fraction` L: so images differ in their number of live tokens at every block.
     """
     if not 0 < fraction <= 1:
         raise DwindleError(f"fraction = {fraction}: it is the share of token-blocks still computed, in (0, 1].")
@@ -70,36 +70,37 @@ def forced_depths(images: int, shape: Shape, fraction: float, seed: int = 0) -> 
 
 
 def some_photos(model: AdaptiveViT, data: str, count: int) -> Tensor:
-    """Up to `count` evaluation images, of every kind there is, as the model takes them."""
+    """Up to `count` evaluation images, at most 256, drawn at random and transformed for the model."""
     images = evaluation_images(model, data, min(count, 256), seed=0, labelled=False)
     return torch.stack([images[i][0] for i in range(len(images))])
 
 
 def variants_on(place: torch.device, dtype: str) -> tuple[str, ...]:
-    """The ways to run the static model that there are on this machine and take no minutes to prepare."""
+    """The variants of the static model that this machine can run; see `static_calls`."""
     if place.type == "cuda":
         return "eager", "graph", "compile"
     return ("eager",) if dtype != "fp32" or onnx_graph.missing() else ("eager", "onnxruntime")
 
 
 def static_calls(model: AdaptiveViT, images: Tensor, variants: Sequence[str]) -> dict[str, Callable[[], Any]]:
-    """The wrapped model without us: 'eager', 'graph' (as a CUDA graph), 'onnxruntime' (on a CPU), 'compile'
-    (torch.compile, max-autotune).
+    """Calls of the wrapped model itself, without Dwindle, by variant.
+
+    'eager', 'graph' (a CUDA graph), 'onnxruntime' (on a CPU), 'compile' (torch.compile, max-autotune).
     """
-    with torch.inference_mode(False):  # what a recording reads must be plain tensors
+    with torch.inference_mode(False):  # a recording must read plain tensors
         vit = copy.deepcopy(model).unwrap().requires_grad_(False)
     calls: dict[str, Callable[[], Any]] = {"eager": partial(vit, images)}
     if "graph" in variants:
         graph = captured(partial(vit, images))
 
-        def replay(held: Any = (vit, images)) -> None:  # the graph reads its weights where they lie
+        def replay(keep_alive: Any = (vit, images)) -> None:  # the graph reads their memory
             graph.replay()
 
         calls["graph"] = replay
     if "onnxruntime" in variants:
         calls["onnxruntime"] = partial(onnx_graph.static(vit, images), images)
     if "compile" in variants:
-        # Each size for itself: kernels for any batch would be slower, and the comparison easier than it is.
+        # Kernels for one batch size: those for any size are slower and would make the baseline too weak.
         calls["compile"] = partial(torch.compile(vit, mode="max-autotune", dynamic=False), images)
     return {name: calls[name] for name in variants}
 
@@ -115,11 +116,12 @@ def bench(
     static: Sequence[str] | None = None,
     photos: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Forced depths replace only the outcome of decisions: the method's scores and the compaction run and are timed.
+    """Time the static and the adaptive model at each batch size and share of token-blocks. Returns the rows as JSON.
 
-    static: variants to time against, by default those of `variants_on`; the best is what counts.
-    photos: real images, for which the model decides by itself; `fractions` are left out.
-    On a GPU images lie where the graphs read them, for static and adaptive; `handed_ms` is with copying them there.
+    Depths are forced. This replaces only the outcome of decisions: the method's scores and the compaction are timed.
+    static: variants of the static model to time; None: those of `variants_on`. The fastest is the baseline.
+    photos: real images. On these the model decides by itself, and `fractions` are not used.
+    On a GPU the images lie where the graphs read them, for both models; `handed_ms` includes copying them there.
     """
     place = torch.device(device)
     on_gpu = place.type == "cuda"
@@ -159,15 +161,16 @@ def _row(
     fraction: float | None,
     seconds: float,
 ) -> dict[str, Any]:
+    """The row of one batch. plain: calls of the static model. fraction: the share forced; None: the model decides."""
     place, fast = images.device, model.prepare()
     depths = None if fraction is None else forced_depths(len(images), model.backbone.shape, fraction).to(place)
     adaptive: dict[str, Callable[[], Any]] = {"adaptive": partial(fast, images, depths=depths)}
     if place.type == "cuda":
         adaptive["packed"] = partial(model, images, layout="packed", depths=depths)
         adaptive["handed"] = partial(fast, images, depths=depths)
-        there: Any = fast.inputs(images, depths)
-        # Static's graph reads images where they lie: so does ours.
-        adaptive["adaptive"] = partial(fast, there[0], depths=there[1])
+        # The static model's graph reads the images without a copy, so the adaptive one does too.
+        inputs: Any = fast.inputs(images, depths)
+        adaptive["adaptive"] = partial(fast, inputs[0], depths=inputs[1])
         torch.cuda.reset_peak_memory_stats(place)
         fast(images, depths=depths)
         peak = torch.cuda.max_memory_allocated(place)
@@ -175,7 +178,7 @@ def _row(
     spent = dict(zip(calls, milliseconds(list(calls.values()), seconds, place)))
     medians = {name: round(statistics.median(times), 4) for name, times in spent.items()}
     best = min(plain, key=lambda name: medians[name])
-    # Each round's own ratio: a slow moment of the machine hits both sides of it.
+    # The ratio is taken within each round: a slow moment of the machine hits both sides of it.
     ratios = [s / a for s, a in zip(spent[best], spent["adaptive"])]
     row: dict[str, Any] = {
         "batch": len(images),
@@ -199,7 +202,10 @@ def _row(
 
 @torch.inference_mode()
 def race(model: AdaptiveViT, small: AdaptiveViT, photos: Tensor, seconds: float) -> list[dict[str, Any]]:
-    """Static and adaptive, in float and in int8, turn about in one process; images as the model decides by itself."""
+    """Time the static and the adaptive model, in float and in int8, in turns. The model decides by itself.
+
+    small: the int8 copy of the model. Returns a row for each batch size.
+    """
     rows = []
     for batch in (1, 8):
         images = photos[torch.arange(batch) % len(photos)]

@@ -1,13 +1,13 @@
-"""The cheapest operating point at which a wished fidelity is kept, by a bound that holds on images not looked at.
+"""The cheapest operating point that keeps a given fidelity, with a statistical bound that holds on unseen images.
 
-An image *keeps* the promise if its features are as close to the static model's as wished. What is promised: of images
-drawn as the calibration images were, a share of at least `confidence` keeps it. The promise itself is true with
-probability at least `certainty` over the draw of the calibration images.
+An image *keeps* the promise if the cosines of its features to the static model's are at least those of the `Wish`. The
+promise says: of images drawn as the calibration images were, a share of at least `confidence` keeps it. This statement
+is true with probability at least `certainty` over the draw of the calibration images.
 
-Settings are tried from the dearest on, in an order fixed before any calibration image is seen. At each the hypothesis
-"a share of more than 1 - confidence does not keep it" is tested by the binomial tail (Clopper and Pearson), and the
-first setting at which it cannot be rejected ends the sequence. Testing in a fixed order needs no correction for how
-many settings were tried (Angelopoulos et al., Learn then Test, 2021).
+Settings are tested from the dearest to the cheapest, in an order fixed before any calibration image is seen. At each
+setting the hypothesis "a share of more than 1 - confidence does not keep it" is tested by the binomial tail (Clopper
+and Pearson). The first setting at which it cannot be rejected ends the sequence. Testing in a fixed order needs no
+correction for the number of settings (Angelopoulos et al., Learn then Test, 2021).
 """
 
 from __future__ import annotations
@@ -25,74 +25,76 @@ from ..errors import DwindleError
 from ..runtime.export import check_images
 from .analysis import spread_settings
 from .evaluate import turn
-from .fidelity import Features, asking, cosines, static_twin
+from .fidelity import Features, check_cosines, cosines, feature_extractor, static_twin
 
 CERTAINTY = 0.95
-SETTINGS, PROBES = 20, 40  # settings tested, evenly spread in cost, and those tried on photographs to find them
-LEAST = 16  # images of a batch
+SETTINGS, PROBES = 20, 40  # settings tested, evenly spread in cost; settings tried on photographs to find these
+BATCH = 16  # images per forward pass
 
 
 @dataclass(frozen=True)
 class Wish:
-    """The least cosines of an image to the static model, None where one does not matter, and how many have them."""
+    """The fidelity to promise: the least cosines of an image's features to the static model's."""
 
-    patch_cosine: float | None = None
+    patch_cosine: float | None = None  # None: it does not matter
     class_cosine: float | None = None
-    confidence: float = 0.95
-    certainty: float = CERTAINTY
+    confidence: float = 0.95  # the share of the images that reach the cosines
+    certainty: float = CERTAINTY  # the probability that the promise is true
 
     def __post_init__(self) -> None:
-        for name, given in (("patch-cosine", self.patch_cosine), ("class-cosine", self.class_cosine)):
-            if given is not None and not 0 < given < 1:
-                raise DwindleError(f"--{name} {given:g}: it is a cosine to the static features, between 0 and 1.")
+        check_cosines(self.patch_cosine, self.class_cosine)
         if self.patch_cosine is None and self.class_cosine is None:
             raise DwindleError("There is nothing to promise; give --patch-cosine, --class-cosine or both.")
-        for name, given in (("confidence", self.confidence), ("certainty", self.certainty)):
-            if not 0 < given < 1:
-                raise DwindleError(f"--{name} {given:g}: it is a share, between 0 and 1.")
+        for name, share in (("confidence", self.confidence), ("certainty", self.certainty)):
+            if not 0 < share < 1:
+                raise DwindleError(f"--{name} {share:g}: it is a share, between 0 and 1.")
 
     @property
     def allowed(self) -> float:
+        """The share of the images that may miss the cosines."""
         return 1 - self.confidence
 
     @property
     def least_images(self) -> int:
-        """With fewer not even a calibration without a failure would tell."""
+        """The least number of calibration images. With fewer even zero failures would not prove the promise."""
         return math.ceil(math.log(1 - self.certainty) / math.log(self.confidence))
 
     def kept(self, class_cosine: Tensor, patch_cosine: Tensor) -> Tensor:
-        """(B,) bool: which images keep it."""
+        """(B,) bool: which images reach the cosines."""
         kept = torch.ones_like(class_cosine, dtype=torch.bool)
-        for found, least in ((class_cosine, self.class_cosine), (patch_cosine, self.patch_cosine)):
-            kept &= torch.ones_like(kept) if least is None else found >= least
+        for cosine, least in ((class_cosine, self.class_cosine), (patch_cosine, self.patch_cosine)):
+            if least is not None:
+                kept &= cosine >= least
         return kept
 
 
 def tail(failures: int, images: int, share: float) -> float:
-    """P(at most so many of the images fail), where each fails with this probability."""
-    sure = math.log(share), math.log1p(-share)
-    whole = math.lgamma(images + 1)
-    return min(
-        1.0,
-        sum(
-            math.exp(whole - math.lgamma(k + 1) - math.lgamma(images - k + 1) + k * sure[0] + (images - k) * sure[1])
-            for k in range(failures + 1)
-        ),
-    )
+    """The binomial tail: P(at most `failures` of `images` fail), where each fails with probability `share`."""
+    log_fail, log_pass = math.log(share), math.log1p(-share)
+    log_factorial = math.lgamma(images + 1)
+
+    def probability(k: int) -> float:
+        log_choose = log_factorial - math.lgamma(k + 1) - math.lgamma(images - k + 1)
+        return math.exp(log_choose + k * log_fail + (images - k) * log_pass)
+
+    return min(1.0, sum(probability(k) for k in range(failures + 1)))
 
 
 def most_failures(images: int, allowed: float, certainty: float = CERTAINTY) -> int:
-    """So many of the images may fail, if the share of all that do shall be at most `allowed`; -1: too few to tell."""
+    """How many of the images may fail to show, with `certainty`, that a share of at most `allowed` fails of all images.
+
+    -1: even zero failures among so few images would not show it.
+    """
     low, high = -1, images
-    while low < high:  # the tail rises with the failures
+    while low < high:  # bisection: the tail rises with the failures
         middle = (low + high + 1) // 2
         low, high = (middle, high) if tail(middle, images, allowed) <= 1 - certainty else (low, middle - 1)
     return low
 
 
 def last_kept(failures: Iterable[int], most: int) -> int:
-    """How many settings, from the first, have at most so many failures: the next one ends the sequence. Settings after
-    that are not looked at."""
+    """How many settings, from the first, have at most `most` failures. The next one ends the sequence: those after it
+    are never computed."""
     count = 0
     for failed in failures:
         if failed > most:
@@ -106,14 +108,14 @@ class Point:
     """A setting that was tested."""
 
     setting: float
-    cost: float  # of the static model's, on the calibration images
-    below: int  # images that do not keep the promise; counted no further than tells
-    reached: tuple[float, float]  # patch and class cosine that the wished share of the images looked at reaches
+    cost: float  # as a share of the static model's, on the calibration images
+    below: int  # images that do not keep the promise; counting stops when the setting has failed
+    reached: tuple[float, float]  # the patch and class cosine that a share `confidence` of the tested images reaches
 
 
 def settings_of(model: AdaptiveViT) -> list[float]:
-    """Settings of the operating point from the dearest but one to the cheapest, evenly spread in cost. They depend on
-    the model and on shipped photographs alone."""
+    """Settings of the operating point, evenly spread in cost, from the second dearest to the cheapest. They depend only
+    on the model and on the shipped photographs."""
     method = model.method
     if method.operating_point is None:
         raise DwindleError(
@@ -121,8 +123,8 @@ def settings_of(model: AdaptiveViT) -> list[float]:
         )
     name, cheap, dear = method.operating_point
     own = float(getattr(method, name))
-    place, number = next(model.parameters()).device, next(model.parameters()).dtype
-    photos = check_images(model)[:2].to(place, number)
+    weight = next(model.parameters())
+    photos = check_images(model)[:2].to(weight.device, weight.dtype)
 
     def cost(value: float) -> float:
         turn(model, value)
@@ -135,21 +137,21 @@ def settings_of(model: AdaptiveViT) -> list[float]:
 
 
 class Calibration:
-    """The images' static features, computed once, and what is tested on them."""
+    """The static features of the calibration images, computed once, and the test of a setting on them."""
 
     @torch.inference_mode()
     def __init__(self, model: AdaptiveViT, batches: Iterable[Tensor], wish: Wish, static: AdaptiveViT | None) -> None:
-        """static: the model to agree with; None: the same weights with nothing halted."""
+        """static: the reference model; None: the same weights with nothing halted."""
         self.model, self.wish = model.eval(), wish
         self.place = next(model.parameters()).device
-        self.held: list[tuple[Tensor, Features]] = []
-        wanted = asking(static_twin(model) if static is None else static.eval().to(self.place))
+        self.batches: list[tuple[Tensor, Features]] = []
+        extract = feature_extractor(static_twin(model) if static is None else static.eval().to(self.place))
         for images in batches:
-            for part in images.split(LEAST):
-                features = wanted(part.to(self.place))
+            for part in images.split(BATCH):
+                features = extract(part.to(self.place))
                 features.patches = features.patches.half()
-                self.held.append((part, features))
-        self.images = sum(len(part) for part, _ in self.held)
+                self.batches.append((part, features))
+        self.images = sum(len(part) for part, _ in self.batches)
         if self.images < wish.least_images:
             raise DwindleError(
                 f"{self.images} images to calibrate on cannot show that {wish.confidence:g} of all images keep a "
@@ -159,20 +161,21 @@ class Calibration:
 
     @torch.inference_mode()
     def test(self, setting: float) -> Point:
-        """Up to the image whose failure decides."""
+        """Test one setting. The test stops at the first batch after which too many images have failed."""
         turn(self.model, setting)
-        ask, below, macs, seen = asking(self.model), 0, 0.0, 0
-        found: list[Tensor] = []
-        for images, wanted in self.held:
-            features = ask(images.to(self.place))
-            whole, patches = cosines(features, wanted)
-            found.append(torch.stack([patches.mean(1), whole]).cpu())
-            below += int((~self.wish.kept(whole, patches.mean(1))).sum())
+        extract, below, macs, seen = feature_extractor(self.model), 0, 0.0, 0
+        reached: list[Tensor] = []  # of (2, B): patch and class cosine
+        for images, reference in self.batches:
+            features = extract(images.to(self.place))
+            class_cosine, patch_cosines = cosines(features, reference)
+            patch_cosine = patch_cosines.mean(1)
+            reached.append(torch.stack([patch_cosine, class_cosine]).cpu())
+            below += int((~self.wish.kept(class_cosine, patch_cosine)).sum())
             macs += float(features.macs.sum())
             seen += len(images)
             if below > self.most:
                 break
-        low = torch.cat(found, 1).quantile(self.wish.allowed, 1)
+        low = torch.cat(reached, 1).quantile(self.wish.allowed, 1)
         return Point(setting, macs / seen / self.model.static_macs(), below, (float(low[0]), float(low[1])))
 
 
@@ -185,8 +188,10 @@ def keep_promise(
     settings: Sequence[float] | None = None,
     progress: Callable[[Point], None] | None = None,
 ) -> tuple[dict[str, Any], list[Point]]:
-    """Turn the model to the cheapest setting that keeps the wish. The promise as a checkpoint holds it (see
-    `io.promise.Promise`), and the settings tested. settings: in the order of testing; None: `settings_of` the model.
+    """Set the model's operating point to the cheapest setting that keeps the wish.
+
+    Returns the promise as a checkpoint holds it (see `io.promise.Promise`), and the settings tested.
+    static: see `Calibration`. settings: in the order of testing; None: those of `settings_of`.
     """
     settings = settings_of(model) if settings is None else settings
     own_name = model.method.operating_point[0] if model.method.operating_point else ""
@@ -205,7 +210,7 @@ def keep_promise(
     finally:
         turn(model, own)
     if not count:
-        raise DwindleError(_unreached(model, wish, tested[0]))
+        raise DwindleError(_out_of_reach(model, wish, tested[0]))
     best = tested[count - 1]
     turn(model, best.setting)
     return {
@@ -220,7 +225,8 @@ def keep_promise(
     }, tested
 
 
-def _unreached(model: AdaptiveViT, wish: Wish, first: Point) -> str:
+def _out_of_reach(model: AdaptiveViT, wish: Wish, first: Point) -> str:
+    """The sentence for a wish that no setting keeps. first: the dearest setting tested."""
     wanted = {"--patch-cosine": wish.patch_cosine, "--class-cosine": wish.class_cosine}
     named = " ".join(f"{name} {value:g}" for name, value in wanted.items() if value is not None)
     reached = {"--patch-cosine": first.reached[0], "--class-cosine": first.reached[1]}

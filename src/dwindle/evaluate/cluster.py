@@ -1,4 +1,4 @@
-"""Predictions and embeddings on a cluster, as stages of Ray Data (extra `ray`). Nothing here imports Ray: callers do.
+"""Predictions and embeddings on a cluster, as stages of Ray Data (extra `ray`). This module does not import Ray.
 
 images = ray.data.read_binary_files("s3://bucket/photos", include_paths=True)
 answers = images.map_batches(Classify, fn_constructor_args=["my-aht"], batch_size=64, concurrency=8, num_gpus=1)
@@ -25,10 +25,10 @@ from .predict import classify
 
 
 class Stage:
-    """Loads a checkpoint once for each worker; adds to a batch of rows what the model says, or why it says nothing.
+    """A stage that loads a checkpoint once per worker and adds columns with the model's output to batches of rows.
 
-    column: encoded images ("bytes", as read_binary_files gives them) or arrays (height, width, 3) ("image", as
-    read_images does). A broken image has `error` set; the others go on.
+    column: its values are encoded images ("bytes", as read_binary_files gives them) or arrays (height, width, 3)
+    ("image", as read_images does). The row of a broken image has the reason in `error`; the other rows are computed.
     """
 
     def __init__(self, model: AdaptiveViT, column: str, device: str | None, details: bool = False) -> None:
@@ -38,12 +38,12 @@ class Stage:
         self.transform = preprocess_of(self.model).eval_transform()
 
     def images(self, batch: dict[str, Any]) -> tuple[Tensor | None, list[str | None]]:
-        """Those that can be read, and what is wrong with each, if anything."""
+        """The images that can be read, None if there is none; and for each row its error, or None."""
         if self.column not in batch:
             raise DwindleError(f"The rows have no column '{self.column}'; set column to one of {', '.join(batch)}.")
         read = [self._read(value) for value in batch[self.column]]
         images = [image for image, _ in read if image is not None]
-        return torch.stack(images).to(self.device) if images else None, [why for _, why in read]
+        return torch.stack(images).to(self.device) if images else None, [error for _, error in read]
 
     def _read(self, value: Any) -> tuple[Any, str | None]:
         try:
@@ -63,10 +63,10 @@ class Embed(Stage):
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         images, errors = self.images(batch)
-        good = np.array([why is None for why in errors])
+        good = np.array([error is None for error in errors])
         added: dict[str, Any] = {"error": np.array(errors, dtype=object)}
-        told = {} if images is None else features(self.model, self.fast, images, self.patches)
-        for name, values in told.items():
+        columns = {} if images is None else features(self.model, self.fast, images, self.patches)
+        for name, values in columns.items():
             rows = np.stack(values)
             added[name] = np.full((len(good), *rows.shape[1:]), np.nan, np.float16 if name == "patches" else np.float32)
             added[name][good] = rows
@@ -82,18 +82,18 @@ class Classify(Stage):
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         images, errors = self.images(batch)
-        told = {} if images is None else classify(self.model, self.fast, images, self.names)
-        good = np.array([why is None for why in errors])
-        nothing = {"prediction": -1, "confidence": np.nan, "depth": np.nan, "gmacs": np.nan}
+        columns = {} if images is None else classify(self.model, self.fast, images, self.names)
+        good = np.array([error is None for error in errors])
+        broken = {"prediction": -1, "confidence": np.nan, "depth": np.nan, "gmacs": np.nan}
         added: dict[str, Any] = {}
-        for name, empty in nothing.items():
+        for name, empty in broken.items():
             added[name] = np.full(len(errors), empty, np.int64 if name == "prediction" else np.float32)
-            added[name][good] = told.get(name, [])
-        names = iter(told.get("name", []))
+            added[name][good] = columns.get(name, [])
+        names = iter(columns.get("name", []))
         added["name"] = np.array([next(names) if ok else None for ok in good], dtype=object)
-        lists_of = ("top5", "top5_confidence", *(["top5_names"] if self.names else []))
-        for name in lists_of:  # of one length: rows without an answer hold an empty one
-            lists = iter(told.get(name, []))
+        for name in ("top5", "top5_confidence", *(["top5_names"] if self.names else [])):
+            lists = iter(columns.get(name, []))
+            # The None keeps numpy from making a 2-D array of lists of equal length. A broken image's list is empty.
             added[name] = np.array([*(next(lists) if ok else [] for ok in good), None], dtype=object)[:-1]
         added["error"] = np.array(errors, dtype=object)
         return {**batch, **added}

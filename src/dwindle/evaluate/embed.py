@@ -1,4 +1,4 @@
-"""Embeddings of a whole data set, in one parquet file: a row for each image, with its patch features where wanted."""
+"""Embeddings of a whole data set, in one parquet file with a row for each image; with patch features if wanted."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..io.promise import promise_of
 from ..runtime.dtypes import converted, dtype_of
 from ..runtime.prepared import quickest
 from .fidelity import embedding
-from .parts import Columns, PartFiles, Reading, carried_out, identity, left
+from .parts import Columns, PartFiles, Reading, identity, rows_left, write_rows
 
-HELD = 256 << 20  # bytes of features in a part
+PART_BYTES = 256 << 20  # of the patch features in a part: a process holds one part in memory
 
 
 @torch.inference_mode()
@@ -36,43 +36,46 @@ def embed(
     progress: Callable[[int, int], None] | None = None,
     **reading: int | None,
 ) -> dict[str, Any]:
-    """Write `embedding` (float32) for every image; `patches` too (float16), row after row of the grid that the file's
-    metadata names. Those that cannot be read are listed in `<out>.errors.jsonl`. reading: fields of `parts.Reading`.
+    """Write `embedding` (float32) for every image to `out`. Returns a summary for JSON.
+
+    patches: write `patches` (float16) too, row by row of the grid that the file's metadata gives.
+    reading: fields of `parts.Reading`. Images that cannot be read are listed in `<out>.errors.jsonl`.
     """
-    how = Reading(**reading)  # type: ignore[arg-type]
-    path = how.checked(out, "embeddings")
+    settings = Reading(**reading)  # type: ignore[arg-type]
+    path = settings.checked(out, "embeddings")
     preprocess = preprocess_of(model)
     model = converted(model.eval(), dtype, device).to(device)
     size, shape = preprocess.size, model.backbone.shape
     blank = torch.zeros(1, shape.channels, size, size, device=device, dtype=dtype_of(model))
     sizes = embedding(model, model(blank)).shape[1], (*shape.grid((size, size)), shape.width)
     if patches and reading.get("part") is None:
-        one = 2 * sizes[1][0] * sizes[1][1] * sizes[1][2]
-        how = dataclasses.replace(how, part=max(1, min(how.part, HELD // one)))
-    schema, images = _schema(model, sizes, patches), how.images(data)
-    named = identity(lambda digest: _weights(model, digest), data, images, dtype, schema)
-    task, promise = PartFiles(path, len(images), how.part, named, schema), promise_of(model)
+        row_bytes = 2 * sizes[1][0] * sizes[1][1] * sizes[1][2]
+        settings = dataclasses.replace(settings, part=max(1, min(settings.part, PART_BYTES // row_bytes)))
+    schema, images = _schema(model, sizes, patches), settings.images(data)
+    task_identity = identity(lambda digest: _add_weights(model, digest), data, images, dtype, schema)
+    task, promise = PartFiles(path, len(images), settings.part, task_identity, schema), promise_of(model)
     about = {"width": sizes[0], "promise": promise} | ({"grid": list(sizes[1][:2])} if patches else {})
     if task.finished():
         return task.summary() | about | {"done_before": len(images)}
     images.transform = preprocess.eval_transform()
-    # A graph on a CPU gives answers; where more is read of the model it must be told so.
+    # By default a graph on a CPU returns logits and depths alone. Patches, and the embedding of a model with a head,
+    # are read from its features.
     details = patches or bool(model.classes)
-    fast = quickest(model, left(task, how), details)
-    done = carried_out(task, images, how, lambda x: features(model, fast, x, patches), device, lambda i: {}, progress)
-    told = task.summary() | about if how.rank == 0 else {"out": str(path)}
-    return told | {"done_before": done}
+    fast = quickest(model, rows_left(task, settings), details)
+    before = write_rows(task, images, settings, lambda x: features(model, fast, x, patches), device, progress=progress)
+    summary = task.summary() | about if settings.rank == 0 else {"out": str(path)}
+    return summary | {"done_before": before}
 
 
 @torch.inference_mode()
 def features(model: AdaptiveViT, fast: Callable[..., Output], x: Tensor, patches: bool = False) -> Columns:
-    """Columns of a batch. fast: the model prepared, with details where those are read."""
+    """The columns of a batch. fast: the model prepared, with details if `patches` or the model has a head."""
     out = fast(x.to(dtype_of(model)))
-    whole = embedding(model, out).float().cpu()
-    if not whole.isfinite().all():
+    embeddings = embedding(model, out).float().cpu()
+    if not embeddings.isfinite().all():
         raise DwindleError("The model's embeddings hold NaN or infinite values; load its weights from another copy.")
     columns: Columns = {
-        "embedding": list(whole.numpy()),
+        "embedding": list(embeddings.numpy()),
         "depth": out.trace.mean_depth.tolist(),
         "gmacs": (model.macs(out.trace) / 1e9).tolist(),
     }
@@ -83,13 +86,14 @@ def features(model: AdaptiveViT, fast: Callable[..., Output], x: Tensor, patches
 
 
 def _schema(model: AdaptiveViT, sizes: tuple[int, tuple[int, int, int]], patches: bool) -> Any:
+    """sizes: the embedding's width; the patches' rows, columns and width."""
     import pyarrow as pa
 
     width, (rows, columns, deep) = sizes
     fields = [
         ("row", pa.int64()),
         ("image", pa.string()),
-        ("class", pa.string()),  # what the data calls it; null where it says nothing
+        ("class", pa.string()),  # the data's name of its class; null: it has none
         ("embedding", pa.list_(pa.float32(), width)),
         ("depth", pa.float32()),
         ("gmacs", pa.float32()),
@@ -100,8 +104,8 @@ def _schema(model: AdaptiveViT, sizes: tuple[int, tuple[int, int, int]], patches
     return pa.schema(fields).with_metadata({"features": json.dumps(about)})
 
 
-def _weights(model: AdaptiveViT, digest: Any) -> None:
-    """What the model computes by."""
+def _add_weights(model: AdaptiveViT, digest: Any) -> None:
+    """Add the model's structure, preprocessing and weights to a digest."""
     described = family_of(model).describe(model)
     digest.update(json.dumps([described, preprocess_of(model).to_dict()], sort_keys=True).encode())
     for name, value in sorted(model.state_dict().items()):

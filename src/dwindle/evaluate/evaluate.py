@@ -1,4 +1,4 @@
-"""Accuracy, cost and speed of an adaptive model on a data set; and the threshold that meets a budget."""
+"""Accuracy, cost and speed of an adaptive model on a data set; and the operating point that meets a budget."""
 
 from __future__ import annotations
 
@@ -40,31 +40,36 @@ def evaluate(
     task: Task | type[Task] = Classify,
     read: Read = logits,
 ) -> dict[str, float]:
-    """Every image counts once. images_per_s is the model alone, at its median batch: loading and moving images is not
-    in it, nor what the first batch compiles. layout: 'packed', by a prepared copy of the model, or 'masked'. ask: a
-    call of that copy with other settings. task: measures answers, which `read` finds in what the model gives.
+    """The task's metrics over all images, with cost, depth and speed.
 
-    Of several processes each gives its own batches, and all get the result for all. lockstep: they must run the same
-    number of times (sharded weights); who has no images left runs on a blank one, uncounted.
+    images_per_s is the model alone, at its median batch: it does not include loading or moving images, nor compiling.
+
+    layout: 'packed', by a prepared copy of the model, or 'masked'.
+    ask: called with the model (or its copy) and images in the place of calling the model, to pass it other settings.
+    task: measures the outputs that `read` takes from the model's `Output`.
+    lockstep: all processes must run the same number of batches, as sharded weights need it. A process without images
+        left runs on a blank image, which is not counted.
+
+    Each of several processes evaluates its own batches; all of them return the result over all batches.
     """
     training, place = model.training, torch.device(device)
     model.eval().to(place)
-    # Sharded weights come together block by block, and only in the model itself.
-    own = layout != "packed" or lockstep
+    # Sharded weights are gathered block by block, which only the model itself does, not a prepared copy.
+    itself = layout != "packed" or lockstep
     details = read is not logits
-    call: Callable[..., Output] = partial(model, layout=layout) if own else quickest(model, _count(batches), details)
-    asked = call if ask is None else partial(ask, call)
-    # Sharded weights are gathered into tensors that training goes on with, which inference mode would spoil.
+    call: Callable[..., Output] = partial(model, layout=layout) if itself else quickest(model, _count(batches), details)
+    call = call if ask is None else partial(ask, call)
+    # Sharded weights are gathered into tensors that training uses afterwards: they must not be inference tensors.
     with torch.no_grad() if lockstep else torch.inference_mode():
-        given = _in_step(batches, model) if lockstep else batches
-        sums = _sums(model, given, asked, place, task, read, progress)
+        batches = _in_step(batches, model) if lockstep else batches
+        sums = _sums(model, batches, call, place, task, read, progress)
     model.train(training)
-    found, *counts = zip(*ranks.gathered(sums))
+    metrics, *counts = zip(*ranks.gathered(sums))
     images, macs, depth, speed = map(sum, counts)
     if not images:
         raise DwindleError("There are no images to evaluate: the data set is empty; give another.")
-    names = list(dict.fromkeys(name for part in found for name in part))
-    totals = {name: torch.stack([part[name] for part in found if name in part]).sum(0) for name in names}
+    names = list(dict.fromkeys(name for part in metrics for name in part))
+    totals = {name: torch.stack([part[name] for part in metrics if name in part]).sum(0) for name in names}
     return task.summary(totals, images) | {
         "gmacs": round(macs / images / 1e9, 4),
         "gmacs_static": round(model.static_macs() / 1e9, 4),
@@ -75,7 +80,7 @@ def evaluate(
 
 
 def _count(batches: Batches) -> int | None:
-    """How many images there are, where that is known beforehand."""
+    """The number of images, None if it is not known before they are read."""
     if isinstance(batches, list | tuple):
         return sum(len(y) for _, y in batches)
     data: Any = getattr(batches, "dataset", None)
@@ -85,49 +90,50 @@ def _count(batches: Batches) -> int | None:
 def _sums(
     model: AdaptiveViT,
     batches: Batches,
-    ask: Callable[[Tensor], Output],
+    call: Callable[[Tensor], Output],
     place: torch.device,
     task: Task | type[Task],
     read: Read,
     progress: Callable[[int], None] | None,
 ) -> tuple[dict[str, Tensor], int, float, float, float]:
-    """Over this process's images: what was measured, images, MACs, mean depths, images a second."""
-    found: dict[str, Tensor] = {}
+    """Sums over this process's images: the task's measures, images, MACs and mean depths; and images per second."""
+    sums: dict[str, Tensor] = {}
     images, macs, depth = 0, 0.0, 0.0
-    spent, number = [], dtype_of(model)
+    seconds, dtype = [], dtype_of(model)
     for x, y in batches:
-        x, y = x.to(place, number), y.to(place)
-        _wait(place)
+        x, y = x.to(place, dtype), y.to(place)
+        _synchronize(place)
         begin = time.perf_counter()
-        out = ask(x)
-        _wait(place)
+        out = call(x)
+        _synchronize(place)
         if not len(y):
             continue
-        spent.append((time.perf_counter() - begin) / len(y))
+        seconds.append((time.perf_counter() - begin) / len(y))
         for name, values in task.measure(read(model, out), y).items():
             total = values.sum(0).double().cpu()
-            found[name] = found[name] + total if name in found else total
+            sums[name] = sums[name] + total if name in sums else total
         macs += model.macs(out.trace).sum().item()
         depth += out.trace.mean_depth.sum().item()
         images += len(y)
         if progress:
             progress(len(y))
-    return found, images, macs, depth, 1 / statistics.median(spent) if spent else 0.0
+    return sums, images, macs, depth, 1 / statistics.median(seconds) if seconds else 0.0
 
 
 def _in_step(batches: Batches, model: AdaptiveViT) -> Iterator[tuple[Tensor, Tensor]]:
-    """As many batches on every rank; those made up here have an image, but no label."""
+    """The batches, and blank ones until every process has had as many. A blank batch has an image and no label."""
     shape, own = model.backbone.shape, iter(batches)
     blank = torch.zeros(1, shape.channels, *shape.image), torch.zeros(0, dtype=torch.long)
     while any(ranks.gathered((batch := next(own, None)) is not None)):
         yield batch or blank
 
 
-@torch.no_grad()  # not inference mode: the operating point it leaves behind may be trained on
+@torch.no_grad()  # not inference mode: the operating point that it sets may be trained afterwards
 def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch: int = 128, steps: int = 14) -> float:
-    """Turn the operating point until `images` cost the budget, without training or labels. Returns their cost's share.
+    """Set the operating point so that `images` cost the budget, without training or labels.
 
-    Cost rises along the operating point (a token needs more to stop), so bisection finds it.
+    Returns the cost reached, as a share of the static cost. The operating point is found by bisection, since the cost
+    rises along it. batch: images per forward pass. steps: of the bisection.
     """
     method, images = model.method, model.check_images(images)
     if method.operating_point is None:
@@ -142,7 +148,7 @@ def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch:
 
     def cost(value: float, tried: bool = True) -> float:
         points = None
-        if tried and method.per_image_point:  # given, not set: a GPU's recording would be made anew for every setting
+        if tried and method.per_image_point:  # passed as an input: a GPU's graph needs no new recording for it
             points = images.new_full((batch,), value)
         else:
             turn(fast, value)
@@ -152,7 +158,7 @@ def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch:
             total += model.macs(out.trace).sum().item()
         return total / len(images) / model.static_macs()
 
-    # The nearer of the two sides: a threshold at which many tokens stop at once can leave a step between them.
+    # The nearer end of the last interval: where many tokens stop at one threshold, the cost jumps within it.
     value = min(bisected(cost, goal, cheap, dear, steps), key=lambda v: abs(cost(v) - goal))
     reached = cost(value, tried=False)
     turn(model, value)
@@ -161,7 +167,7 @@ def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch:
 
 
 def meet(model: AdaptiveViT, images: Tensor, budget: float | str) -> None:
-    """`calibrate`, or what the model can do if it cannot do this."""
+    """`calibrate` the model to the budget. A budget that it misses by more than 5% is refused."""
     goal, reached = budget_share(budget, model.backbone.shape), calibrate(model, images, budget)
     if abs(reached / goal - 1) > 0.05:
         raise DwindleError(
@@ -171,18 +177,18 @@ def meet(model: AdaptiveViT, images: Tensor, budget: float | str) -> None:
 
 
 def turn(model: AdaptiveViT | Prepared, value: float, name: str | None = None) -> None:
-    """Set the method's operating point, or another of its numbers."""
+    """Set the method's operating point, or its attribute of this name, to a value."""
     if name is None:
         assert model.method.operating_point is not None
         name = model.method.operating_point[0]
     old = getattr(model.method, name)
     if isinstance(old, Tensor):
         with torch.no_grad():
-            old.fill_(value)  # in place: a recorded training step reads it where it lies
+            old.fill_(value)  # in place: a recorded training step reads this memory
     else:
         setattr(model.method, name, value)
 
 
-def _wait(place: torch.device) -> None:
+def _synchronize(place: torch.device) -> None:
     if place.type == "cuda":
         torch.cuda.synchronize(place)

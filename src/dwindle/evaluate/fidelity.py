@@ -1,4 +1,4 @@
-"""How close an adapted model's features are to those of the same weights with nothing halted. No labels are asked for.
+"""How close an adapted model's features are to those of the same weights with nothing halted. This needs no labels.
 
 B images, N tokens per image, P patches, D width, n images in all.
 """
@@ -19,14 +19,16 @@ from ..methods.static import Static
 from ..runtime.dtypes import dtype_of
 from ..runtime.prepared import quickest
 
-BINS = 20_000  # of the cosines of all patches, from -1 to 1: their quantile is exact to 1e-4
-COMPARED = 10_000  # images among which nearest neighbours are looked for
-LOW = 0.05  # the quantile told beside a mean
+BINS = 20_000  # bins of the histogram of patch cosines from -1 to 1: its quantiles are exact to 1e-4
+COMPARED = 10_000  # images at most among which nearest neighbours are searched
+LOW = 0.05  # the quantile reported beside each mean
 
 
 def embedding(model: AdaptiveViT, out: Output) -> Tensor:
-    """(B, D): what an index keeps of an image. The answer of a model without a head; else the class token's state after
-    the last norm, or the mean of its patches' where the model reads those.
+    """(B, D): an image's embedding, for an index.
+
+    A model without a head: its output. Else the state after the last norm: that of the class token, or the mean over
+    patches where the model pools these.
     """
     if not model.classes:
         return out.logits
@@ -37,25 +39,25 @@ def embedding(model: AdaptiveViT, out: Output) -> Tensor:
 
 
 def static_twin(model: AdaptiveViT) -> AdaptiveViT:
-    """The same weights with nothing halted."""
+    """The same weights with nothing halted, as a model in eval mode."""
     return model.with_method(Static()).eval()
 
 
 @dataclass
 class Agreement:
-    """Of each image, and of all patches."""
+    """How well a model agrees with its static reference."""
 
-    class_cosine: Tensor  # (n,)
+    class_cosine: Tensor  # (n,) cosine of the embeddings
     patch_cosine: Tensor  # (n,) mean over the image's patches
     low: float  # the 5% quantile of the cosines of all patches of all images
-    neighbours: float  # share of the images whose nearest other image is the same one
+    neighbours: float  # share of the images whose nearest neighbour is the same by both models
     same_class: Tensor | None  # (n,) bool; None: the model has no head
     cost: Tensor  # (n,) as a share of the static model's
     gmacs_static: float
 
     def summary(self) -> dict[str, Any]:
-        """Numbers by name, for a table and JSON."""
-        told = {
+        """Metrics by name, for a table and JSON."""
+        metrics = {
             "patch_cosine": float(self.patch_cosine.mean()),
             "patch_q05": self.low,
             "patch_least": float(self.patch_cosine.min()),
@@ -65,82 +67,86 @@ class Agreement:
             "neighbours": 100 * self.neighbours,
         }
         if self.same_class is not None:
-            told["same_class"] = 100 * float(self.same_class.float().mean())
+            metrics["same_class"] = 100 * float(self.same_class.float().mean())
         cost = float(self.cost.mean())
-        told |= {"cost": cost, "gmacs": cost * self.gmacs_static, "gmacs_static": self.gmacs_static}
-        return {name: round(value, 4) for name, value in told.items()} | {"images": len(self.cost)}
+        metrics |= {"cost": cost, "gmacs": cost * self.gmacs_static, "gmacs_static": self.gmacs_static}
+        return {name: round(value, 4) for name, value in metrics.items()} | {"images": len(self.cost)}
 
 
 @dataclass
 class Features:
-    """What a model says of a batch."""
+    """A model's output for a batch, as far as fidelity is measured on it."""
 
     embedding: Tensor  # (B, D)
     patches: Tensor  # (B, P, D) after the last norm
-    best: Tensor | None  # (B,) the likeliest class
+    best: Tensor | None  # (B,) the likeliest class; None: the model has no classes
     macs: Tensor  # (B,)
 
 
-Asked = Callable[[Tensor], Features]
-
-
-def asking(model: AdaptiveViT, fast: Callable[..., Output] | None = None) -> Asked:
-    """The model's features of images. fast: a copy that answers with its details."""
+def feature_extractor(model: AdaptiveViT, fast: Callable[..., Output] | None = None) -> Callable[[Tensor], Features]:
+    """A function from images to the model's features. fast: the model prepared with details; None: the model itself."""
     call, prefix = fast or model, model.backbone.shape.prefix
 
-    def ask(images: Tensor) -> Features:
+    def extract(images: Tensor) -> Features:
         out = call(images.to(dtype_of(model)))
         best = out.logits.argmax(-1) if model.classes and model.dense_head is None else None
         patches = model.states(out)[:, prefix:].float()
         return Features(embedding(model, out).float(), patches, best, model.macs(out.trace))
 
-    return ask
+    return extract
 
 
-def cosines(found: Features, wanted: Features) -> tuple[Tensor, Tensor]:
-    """Of embeddings (B,) and of patches (B, P)."""
-    if found.patches.shape != wanted.patches.shape:
+def check_cosines(patch_cosine: float | None, class_cosine: float | None) -> None:
+    """Refuse a wanted cosine that is not between 0 and 1."""
+    for name, cosine in (("patch-cosine", patch_cosine), ("class-cosine", class_cosine)):
+        if cosine is not None and not 0 < cosine < 1:
+            raise DwindleError(f"--{name} {cosine:g}: it is a cosine to the static features, between 0 and 1.")
+
+
+def cosines(features: Features, reference: Features) -> tuple[Tensor, Tensor]:
+    """The cosines of the embeddings (B,) and of the patches (B, P)."""
+    if features.patches.shape != reference.patches.shape:
         raise DwindleError(
-            f"The features compared are of shape {tuple(found.patches.shape[1:])} and "
-            f"{tuple(wanted.patches.shape[1:])}; compare models of the same width, patch and image size."
+            f"The features compared are of shape {tuple(features.patches.shape[1:])} and "
+            f"{tuple(reference.patches.shape[1:])}; compare models of the same width, patch and image size."
         )
-    patches = F.cosine_similarity(found.patches, wanted.patches.to(found.patches), dim=-1)
-    return F.cosine_similarity(found.embedding, wanted.embedding, dim=-1), patches
+    patches = F.cosine_similarity(features.patches, reference.patches.to(features.patches), dim=-1)
+    return F.cosine_similarity(features.embedding, reference.embedding, dim=-1), patches
 
 
 class Tally:
-    """Adds batches up to an `Agreement`."""
+    """Adds up batches to an `Agreement`."""
 
     def __init__(self, gmacs_static: float) -> None:
         self.gmacs_static, self.bins = gmacs_static, torch.zeros(BINS)
         self.columns: dict[str, list[Tensor]] = {}
-        self.embeddings: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self.held = 0
+        self.embeddings: tuple[list[Tensor], list[Tensor]] = ([], [])  # the model's, the reference's
+        self.kept = 0  # images whose embeddings are kept
 
-    def add(self, found: Features, wanted: Features) -> None:
-        whole, patches = (values.float().cpu() for values in cosines(found, wanted))
-        self.bins += patches.flatten().clamp(-1, 1).histc(BINS, -1, 1)  # rounding leaves cosines beyond 1
-        columns = {"class": whole, "patch": patches.mean(1), "macs": found.macs.cpu() / 1e9}
-        if found.best is not None and wanted.best is not None:
-            columns["same"] = (found.best == wanted.best).cpu()
+    def add(self, features: Features, reference: Features) -> None:
+        class_cosine, patches = (values.float().cpu() for values in cosines(features, reference))
+        self.bins += patches.flatten().clamp(-1, 1).histc(BINS, -1, 1)  # by rounding a cosine may exceed 1
+        columns = {"class": class_cosine, "patch": patches.mean(1), "macs": features.macs.cpu() / 1e9}
+        if features.best is not None and reference.best is not None:
+            columns["same"] = (features.best == reference.best).cpu()
         for name, values in columns.items():
             self.columns.setdefault(name, []).append(values)
-        if self.held < COMPARED:
-            for kept, features in zip(self.embeddings, (found, wanted)):
-                kept.append(features.embedding.cpu())
-            self.held += len(whole)
+        if self.kept < COMPARED:
+            for embeddings, each in zip(self.embeddings, (features, reference)):
+                embeddings.append(each.embedding.cpu())
+            self.kept += len(class_cosine)
 
     def agreement(self) -> Agreement:
         if not self.columns:
             raise DwindleError("There are no images to compare features of: the data is empty; give another.")
         column = {name: torch.cat(values) for name, values in self.columns.items()}
-        upto = self.bins.cumsum(0) / self.bins.sum()
-        found, wanted = (torch.cat(kept) for kept in self.embeddings)
+        cumulative = self.bins.cumsum(0) / self.bins.sum()
+        own, reference = (torch.cat(embeddings) for embeddings in self.embeddings)
         return Agreement(
             class_cosine=column["class"],
             patch_cosine=column["patch"],
-            low=min(2 * float(torch.searchsorted(upto, LOW) + 1) / BINS - 1, 1.0),
-            neighbours=float((nearest(found) == nearest(wanted)).float().mean()),
+            low=min(2 * float(torch.searchsorted(cumulative, LOW) + 1) / BINS - 1, 1.0),
+            neighbours=float((nearest(own) == nearest(reference)).float().mean()),
             same_class=column.get("same"),
             cost=(column["macs"] / self.gmacs_static).float(),
             gmacs_static=self.gmacs_static,
@@ -148,14 +154,14 @@ class Tally:
 
 
 def nearest(embeddings: Tensor) -> Tensor:
-    """(n,) which other image's embedding has the highest cosine."""
+    """(n,) the index of each image's nearest neighbour: the other image whose embedding has the highest cosine."""
     rows = F.normalize(embeddings, dim=-1)
-    found = []
+    neighbours = []
     for begin in range(0, len(rows), 1024):
-        alike = rows[begin : begin + 1024] @ rows.T
-        alike.diagonal(begin).fill_(-torch.inf)
-        found.append(alike.argmax(1))
-    return torch.cat(found)
+        similarity = rows[begin : begin + 1024] @ rows.T
+        similarity.diagonal(begin).fill_(-torch.inf)
+        neighbours.append(similarity.argmax(1))
+    return torch.cat(neighbours)
 
 
 @torch.inference_mode()
@@ -168,14 +174,17 @@ def agreement(
     device: str | torch.device = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> Agreement:
-    """Of the model with `static`, by itself its own weights with nothing halted. count: how many images there are."""
+    """The agreement of the model with `static`. None: with its own weights and nothing halted.
+
+    count: how many images `batches` holds in all, where that is known.
+    """
     model = model.eval().to(device)
     static = static_twin(model) if static is None else static.eval().to(device)
-    asked, wanted = (asking(each, quickest(each, count, details=True)) for each in (model, static))
+    extract, reference = (feature_extractor(each, quickest(each, count, details=True)) for each in (model, static))
     tally = Tally(model.static_macs() / 1e9)
     for images in batches:
         images = images.to(device)
-        tally.add(asked(images), wanted(images))
+        tally.add(extract(images), reference(images))
         if progress:
             progress(len(images))
     return tally.agreement()

@@ -1,8 +1,8 @@
-"""Answers to a whole data set, streamed into one parquet file.
+"""A model's outputs for a whole data set, streamed into one parquet file.
 
-The rows are cut into parts. A part is written whole or not at all, so a killed run goes on with the first part that is
-missing, and no row is lost or doubled. Of several processes (torchrun) each takes its own parts; nobody waits for
-messages from another, only for its files.
+The rows are cut into parts. A part is written whole or not at all, so a killed run continues with the first missing
+part, and no row is lost or doubled. Each of several processes (torchrun) takes its own parts. Processes exchange no
+messages: they wait only for each other's files.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from ..io.parquet import Parquet
 from ..io.sets import open_images
 from ..settings import Batch, Whole1, Workers, fitted
 
-PART = 2048  # rows; what a kill can cost
+PART = 2048  # rows of a part; a kill loses at most one part
 
 Columns = dict[str, list]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a data set is gone through, and which of several processes this is."""
+    """How a data set is read, and which of several processes this is."""
 
     batch: int = 64
     workers: int = 0
-    part: int = PART
+    part: int = PART  # rows of a part
     rank: int = 0
-    world: int = 1
-    limit: int | None = None
+    world: int = 1  # processes
+    limit: int | None = None  # only the first so many images; None: all
 
     def checked(self, out: str | os.PathLike, what: str) -> Path:
-        """The file to write. what: goes into it."""
+        """`out` as a path, if it and these settings can be used. what: the file's content, for the error."""
         path = Path(out)
         if path.is_dir() or path.suffix != ".parquet":
             raise DwindleError(f"--out {path}: {what} go to a file that ends in .parquet; name one.")
@@ -64,10 +64,10 @@ class Reading:
 
 
 class PartFiles:
-    """Where the parts lie, and how they become one file."""
+    """The files of the parts, and the file they are joined to."""
 
     def __init__(self, out: Path, images: int, part: int, identity: str, schema: Any) -> None:
-        """identity: of what is asked and of whom. schema: pyarrow's, of the rows."""
+        """images, part: rows in all and of a part. identity: see `identity`. schema: pyarrow's, of the rows."""
         self.out, self.images, self.part, self.schema = out, images, part, schema
         self.folder = out.with_name(f"{out.name}.parts")
         self.errors = out.with_name(f"{out.name}.errors.jsonl")
@@ -75,6 +75,7 @@ class PartFiles:
 
     @property
     def count(self) -> int:
+        """The number of parts."""
         return -(-self.images // self.part)
 
     def rows(self, k: int) -> range:
@@ -83,23 +84,29 @@ class PartFiles:
     def file(self, k: int) -> Path:
         return self.folder / f"{k:08d}.parquet"
 
+    def of_process(self, reading: Reading) -> range:
+        """The parts that this process writes."""
+        return range(reading.rank, self.count, reading.world)
+
     def finished(self) -> bool:
+        """Whether `out` is written already. A file of another task is refused."""
         import pyarrow.parquet as pq
 
         if not self.out.exists():
             return False
         try:
-            held = json.loads((pq.read_schema(self.out).metadata or {}).get(b"dwindle", b"null"))
+            task = json.loads((pq.read_schema(self.out).metadata or {}).get(b"dwindle", b"null"))
         except (OSError, ValueError):
-            held = None
-        if held != self.task:
+            task = None
+        if task != self.task:
             raise DwindleError(
                 f"{self.out} exists and holds something else than this checkpoint's answers to this data; move it away."
             )
-        shutil.rmtree(self.folder, ignore_errors=True)  # left by a kill after the parts were joined
+        shutil.rmtree(self.folder, ignore_errors=True)  # it remains after a kill between joining and removing it
         return True
 
     def begin(self, rank: int) -> None:
+        """Make the folder of the parts. A folder of another task is refused."""
         self.folder.mkdir(parents=True, exist_ok=True)
         note = self.folder / "task.json"
         if note.exists():
@@ -112,7 +119,7 @@ class PartFiles:
             write_text(note, json.dumps(self.task))
 
     def write(self, k: int, columns: dict[str, list], errors: list[dict[str, Any]]) -> None:
-        """The errors first: a part that is there has its errors beside it."""
+        """Write a part. Its errors are written first, so that a part that exists has its errors beside it."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -122,7 +129,7 @@ class PartFiles:
             pq.write_table(pa.table(columns, schema=self.schema), scratch)
 
     def join(self) -> None:
-        """Wait for the other processes' parts, then one file of all, a row group for each."""
+        """Wait for the other processes' parts, then write all of them to one file, each as a row group."""
         import pyarrow.parquet as pq
 
         while not all(self.file(k).exists() for k in range(self.count)):
@@ -137,6 +144,7 @@ class PartFiles:
         shutil.rmtree(self.folder)
 
     def summary(self) -> dict[str, Any]:
+        """The paths written and the numbers of rows, for JSON."""
         import pyarrow.parquet as pq
 
         failed = sum(1 for _ in self.errors.open()) if self.errors.exists() else 0
@@ -150,20 +158,23 @@ class PartFiles:
 
 
 def identity(model: Callable[[Any], None], data: str, images: Images, dtype: str, schema: Any) -> str:
-    """Of the model, its number format and the data: parts of two tasks never meet in one file. Files are told apart by
-    their names, sizes and times; what is no file by its name. model: puts what tells the model apart into a digest."""
+    """A hash of the model, its number format, the columns and the data: parts of two tasks never get into one file.
+
+    The images' files count by their names, sizes and times. Data that is no file counts by its name.
+    model: adds the model's weights and settings to a digest.
+    """
     files = _files(images)
     digest = hashlib.sha256(",".join(schema.names).encode() + (b"" if files else data.encode()))
     digest.update(b"" if dtype == "fp32" else dtype.encode())
     for path in files:
-        about = path.lstat()
-        digest.update(os.fsencode(path) + f" {about.st_size} {about.st_mtime_ns}\n".encode())
+        status = path.lstat()
+        digest.update(os.fsencode(path) + f" {status.st_size} {status.st_mtime_ns}\n".encode())
     model(digest)
     return digest.hexdigest()
 
 
 def _files(images: Images) -> list[Path]:
-    """Those that the images are read from."""
+    """The files that the images are read from; empty if they do not come from files."""
     source = images.source
     if isinstance(source, Parquet):
         return sorted({path.resolve() for path, _ in source.groups})
@@ -173,8 +184,8 @@ def _files(images: Images) -> list[Path]:
     return []
 
 
-class _Read(Dataset):
-    """(index, name, tensor, None), or (index, name, None, why not)."""
+class _ReadImages(Dataset):
+    """(index, name, tensor, None) for each image; (index, name, None, reason) for one that cannot be read."""
 
     def __init__(self, images: Images) -> None:
         self.images = images
@@ -188,66 +199,66 @@ class _Read(Dataset):
             return i, name, None, str(error) or type(error).__name__
 
 
-def _as_it_is(rows: list) -> list:
+def _uncollated(rows: list) -> list:
     return rows
 
 
-def carried_out(
+def write_rows(
     task: PartFiles,
     images: Images,
     reading: Reading,
-    answer: Callable[[Tensor], Columns],
+    compute: Callable[[Tensor], Columns],
     device: str,
-    beside: Callable[[int], dict[str, Any]] = lambda i: {},
+    extra: Callable[[int], dict[str, Any]] = lambda i: {},
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Write the parts of this process that are missing, and on the first one the file. How many rows were there before.
+    """Write this process's missing parts; the first process then joins all parts. Returns the rows written before.
 
-    images: as the model takes them. answer: columns of a batch. beside: what else goes into an image's row.
+    images: with the model's transform. compute: the columns of a batch. extra: more columns of the image of this index.
+    progress: called with each part's number and its rows.
     """
-    rank, world = reading.rank, reading.world
-    task.begin(rank)
-    own = range(rank, task.count, world)
+    task.begin(reading.rank)
+    own = task.of_process(reading)
     missing = [k for k in own if not task.file(k).exists()]
     before = sum(len(task.rows(k)) for k in own) - sum(len(task.rows(k)) for k in missing)
-    for k, columns, errors in _answers(images, task, missing, reading, answer, device, beside):
+    for k, columns, errors in _computed(images, task, missing, reading, compute, device, extra):
         task.write(k, columns, errors)
         if progress:
             progress(k, len(task.rows(k)))
-    if rank == 0:
+    if reading.rank == 0:
         task.join()
     return before
 
 
-def left(task: PartFiles, reading: Reading) -> int:
-    """Rows that this process still has to answer."""
-    return sum(len(task.rows(k)) for k in range(reading.rank, task.count, reading.world) if not task.file(k).exists())
+def rows_left(task: PartFiles, reading: Reading) -> int:
+    """How many rows this process still has to write."""
+    return sum(len(task.rows(k)) for k in task.of_process(reading) if not task.file(k).exists())
 
 
-def _answers(
+def _computed(
     images: Images,
     task: PartFiles,
     parts: list[int],
     reading: Reading,
-    answer: Callable[[Tensor], Columns],
+    compute: Callable[[Tensor], Columns],
     device: str,
-    beside: Callable[[int], dict[str, Any]],
+    extra: Callable[[int], dict[str, Any]],
 ) -> Iterator[tuple[int, Columns, list[dict[str, Any]]]]:
+    """The number, the columns and the errors of each of these parts."""
     step = reading.batch
-    pieces = [list(task.rows(k)[i : i + step]) for k in parts for i in range(0, len(task.rows(k)), step)]
-    loader = DataLoader(
-        _Read(images), batch_sampler=pieces, num_workers=min(reading.workers, len(pieces)), collate_fn=_as_it_is
-    )
+    batches = [list(task.rows(k)[i : i + step]) for k in parts for i in range(0, len(task.rows(k)), step)]
+    workers = min(reading.workers, len(batches))
+    loader = DataLoader(_ReadImages(images), batch_sampler=batches, num_workers=workers, collate_fn=_uncollated)
     columns: Columns = {name: [] for name in task.schema.names}
     errors: list[dict[str, Any]] = []
     for rows in loader:
         good = [(i, name, x) for i, name, x, _ in rows if x is not None]
-        errors += [{"row": i, "image": name, "reason": why} for i, name, _, why in rows if why is not None]
+        errors += [{"row": i, "image": name, "reason": reason} for i, name, _, reason in rows if reason is not None]
         if good:
-            for name, values in answer(torch.stack([x for _, _, x in good]).to(device)).items():
+            for name, values in compute(torch.stack([x for _, _, x in good]).to(device)).items():
                 columns[name] += values
             for i, name, _ in good:
-                for column, value in ({"row": i, "image": name, "class": _class(images, i)} | beside(i)).items():
+                for column, value in ({"row": i, "image": name, "class": _class(images, i)} | extra(i)).items():
                     columns[column].append(value)
         k, last = rows[-1][0] // task.part, rows[-1][0]
         if last == task.rows(k)[-1]:
@@ -256,5 +267,6 @@ def _answers(
 
 
 def _class(images: Images, i: int) -> str | None:
+    """The data's name of the image's class; None: it has no label, or its class has no name."""
     number = int(images.labels[i])
     return images.classes[number] if images.classes and 0 <= number < len(images.classes) else None

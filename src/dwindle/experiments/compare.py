@@ -1,8 +1,8 @@
-"""One comparison at a time: train and measure what a plan asks for, one JSON per result.
+"""A comparison: train and measure what a plan lists, one JSON per result.
 
-A comparison goes on where it was: a result whose JSON exists is not made again, a training that was killed resumes.
-What is compared, and what a table of it looks like, a family of models says by its `Plan`. Processes that are given the
-same folders share the work, a result at a time: those of a torchrun, or others.
+A comparison that was stopped continues: a result whose JSON exists is not made again, and a killed training resumes.
+The `Plan` of a family of models defines what is compared and how the tables look. Several processes with the same
+folders share the work, one result at a time, whether torchrun started them or not.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from ..train.state import STATE, defaults, differing
 from ..train.teacher import Answers, Room
 from .results import machine, read_result, slug
 
-# Settings that say where and how often, not what: two results may differ in them and still be comparable.
+# Settings that do not change a result, such as where and how often a run saves: results may differ in them.
 INCIDENTAL = ("weights", "save_every", "eval_every", "workers", "compile", "resident", "parallel", "layout")
 
-# What a teacher's answers depend on, beside the data.
+# The settings that a teacher's outputs depend on, besides the data.
 SOURCE = ("teacher", "model", "seed", "batch", "global_batch", "image_size", "amp", "cpu_amp", "compile")
 BATCHES = (*SOURCE, "min_scale", "jitter", "augment", "erase", "mixup", "cutmix", "mix_prob", "views", "holdout")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One result: its name, what it depends on, and how it is made."""
+    """One result of a comparison: its name, the conditions it depends on, and the function that makes it."""
 
     name: str
     recipe: Any
     conditions: dict[str, Any]
     make: Callable[[], dict[str, Any]]
-    asked: float | None = None  # the cost, where one name has several
-    needs: Path | None = None  # the checkpoint that others build on: without it the result is made again
-    folder: str | None = None  # of the training it is made of, where several results are; one process at a time
+    asked: float | None = None  # the cost asked for, if one name has results at several costs
+    needs: Path | None = None  # a checkpoint that other results use: if it is missing, the result is made again
+    folder: str | None = None  # the training's, if several results are made of it: then one process makes all of them
 
     @property
     def stem(self) -> str:
@@ -53,36 +53,36 @@ class Job:
 
 
 def stem(name: str, seed: int, asked: float | None = None) -> str:
-    """Of a result's file, and of the folder of a training."""
+    """The name of a result's file without its suffix, and of the folder of a training."""
     return f"{slug(name)}{'' if asked is None else f'-{asked:.2f}'}-s{seed}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What is shown of a comparison: tables as (title, columns, rows), the one for a page, and files by name."""
+    """The report of a comparison."""
 
     results: list[dict[str, Any]]
-    tables: list[tuple[str, list[str], list[list[Any]]]]
-    markdown: str
-    files: dict[str, Any] = field(default_factory=dict)
+    tables: list[tuple[str, list[str], list[list[Any]]]]  # (title, columns, rows) each
+    markdown: str  # the table for a page
+    files: dict[str, Any] = field(default_factory=dict)  # paths of written files, by name
 
 
 class Plan:
-    """What is compared. `base` holds the conditions that all share."""
+    """The definition of a comparison. `base`: the recipe with the conditions that all results share."""
 
-    part: ClassVar[str] = "result"  # what `only` names
-    independent: ClassVar[bool] = False  # results depend only on those that `needs` marks
+    part: ClassVar[str] = "result"  # the word for what `only` names, for errors
+    independent: ClassVar[bool] = False  # whether results depend on no others except those with `needs`
     base: Any
 
     def names(self) -> list[str]:
-        """Of all results, as `only` may name them."""
+        """The names of all results, as `only` takes them."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Refuse what cannot be compared, before anything is read or written."""
+        """Refuse a comparison that cannot work, before anything is read or written."""
 
     def jobs(self, work: Compare) -> Iterator[Job]:
-        """The results in their order. One that depends on another's numbers comes after it, once these are there."""
+        """The results to make, in their order. A result that depends on another's numbers comes after that one."""
         raise NotImplementedError
 
     def told(self, row: dict[str, Any]) -> str:
@@ -95,7 +95,7 @@ class Plan:
 
 
 class Compare:
-    """`results()` yields every result that was asked for as it comes, those of earlier calls too."""
+    """A comparison at work. `results()` yields every result that was asked for, those made by earlier calls too."""
 
     def __init__(
         self,
@@ -113,8 +113,9 @@ class Compare:
         until: float | None = None,
         patience: float = 2.0,
     ) -> None:
-        """only: names, as `plan.names()` has them. until: seconds after which no further training is begun. patience:
-        seconds between two looks at what another process is making."""
+        """only: names of `plan.names()`. until: seconds after which no further training is begun. patience: seconds
+        between two checks whether another process has made a result.
+        """
         known = plan.names()
         for wanted in only or ():
             if wanted not in known:
@@ -127,18 +128,19 @@ class Compare:
         self.patience = patience
         self.end = None if until is None else time.monotonic() + until
         check_folder(self.folder, "--results")
-        self.opened: Any = None  # data that all runs share
-        self.resident: Any = None  # images, decoded once for all runs
-        self.answers: dict[str, Answers] = {}  # of each teacher, who is asked once for all runs on the same batches
+        self.opened: Any = None  # the data, shared by all runs
+        self.resident: Any = None  # the decoded images, shared by all runs
+        self.answers: dict[str, Answers] = {}  # teachers' outputs, shared by all runs on the same batches
         self.room = Room()
         self.last: tuple[Path, Run, Any] | None = None
 
     @property
     def late(self) -> bool:
+        """Whether the time given by `until` is over."""
         return self.end is not None and time.monotonic() > self.end
 
     def results(self) -> Iterator[dict[str, Any]]:
-        others: list[Job] = []  # that another process is making
+        others: list[Job] = []  # another process is making them
         for job in self.plan.jobs(self):
             there = self._there(job)
             if job.name not in self.only:
@@ -162,31 +164,31 @@ class Compare:
         return self._has(self._path(job), job) and (job.needs is None or job.needs.exists())
 
     def _make(self, job: Job) -> bool:
-        """Make a result, unless another process is at it."""
+        """Make a result. False: another process is making it."""
         mark = self.out / f".{job.folder or job.stem}.made"
         fresh = not self.out.exists()
         with writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
-        held = lock(mark)
-        if held is None:
+        file = lock(mark)
+        if file is None:
             return False
         try:
-            if not self._there(job):  # else it was made since
+            if not self._there(job):  # else another process has made it before the lock was taken
                 write_text(self._path(job), json.dumps(self._made(job), indent=1) + "\n")
         finally:
             mark.unlink(missing_ok=True)
-            unlock(held)
-            if fresh and not any(self.out.iterdir()):  # what fails at once leaves nothing
+            unlock(file)
+            if fresh and not any(self.out.iterdir()):  # a job that fails at once leaves no folder behind
                 self.out.rmdir()
         return True
 
     def _wait(self, job: Job) -> None:
-        """Until the other process has made it; where that came to its end before, this one goes on with it."""
+        """Wait until another process has made a result. If that process ended before, this one makes the result."""
         while not self._there(job) and not self.late and not self._make(job):
             time.sleep(self.patience)
 
     def kept(self) -> list[dict[str, Any]]:
-        """All results that are there, asked for or not, in the plan's order."""
+        """All results that exist, asked for or not, in the plan's order."""
         paths = (self.folder / f"{job.stem}.json" for job in self.plan.jobs(self))
         return [read_result(path) for path in paths if path.exists()]
 
@@ -194,8 +196,9 @@ class Compare:
         return self.plan.report(self.name, self.kept(), self.folder)
 
     def _has(self, path: Path, job: Job) -> bool:
-        """Whether the result is there. One made under other conditions is not it; settings that were not there yet
-        count as what they are in a plain recipe of the same kind.
+        """Whether the result exists. Refuses one that was made under other conditions.
+
+        Settings that did not exist when it was made have the defaults of the recipe's class.
         """
         if not path.exists():
             return False
@@ -205,21 +208,21 @@ class Compare:
 
     def _made(self, job: Job) -> dict[str, Any]:
         asked = {} if job.asked is None else {"asked": job.asked}
-        told = {"comparison": self.name, "name": job.name, "seed": job.recipe.seed, **asked}
-        return told | job.make() | {"conditions": job.conditions, "machine": machine(self.device)}
+        about = {"comparison": self.name, "name": job.name, "seed": job.recipe.seed, **asked}
+        return about | job.make() | {"conditions": job.conditions, "machine": machine(self.device)}
 
     def conditions(self, recipe: Training, incidental: Sequence[str] = INCIDENTAL) -> dict[str, Any]:
-        """What a result depends on, as it is kept beside it: without folders of this machine."""
-        names = {"data": self.data, "eval_data": self.eval_data}
-        named = {name: Path(given).name if given else None for name, given in names.items()}
+        """The conditions that a result depends on, as its JSON holds them: without this machine's folders."""
+        paths = {"data": self.data, "eval_data": self.eval_data}
+        data = {name: Path(path).name if path else None for name, path in paths.items()}
         settings = recipe.told()
         settings |= {"teacher": Path(settings["teacher"]).name} if settings.get("teacher") else {}
         kept = {name: value for name, value in settings.items() if name not in incidental}
-        return named | {"limit": self.limit} | kept
+        return data | {"limit": self.limit} | kept
 
-    # What plans make results of.
+    # For plans, to make results.
     def open(self, recipe: Training, folder: Path, resume: bool = False) -> Run:
-        """A run that is not begun: its model and its data."""
+        """A run with its model and its data, before training."""
         run = Run(
             recipe,
             self.data,
@@ -236,20 +239,20 @@ class Compare:
         return run
 
     def _answers(self, recipe: Any) -> Answers | None:
-        """Kept for runs that differ in nothing an image on its way to the teacher meets."""
-        if getattr(recipe, "teacher", None) in (None, "static"):  # 'static': the run's own weights
+        """The teacher's outputs, shared by runs whose `BATCHES` settings are the same; None: they cannot be shared."""
+        if getattr(recipe, "teacher", None) in (None, "static"):  # 'static' is the run's own model
             return None
         batches = json.dumps([getattr(recipe, name) for name in BATCHES])
         return self.answers.setdefault(batches, Answers(self.room))
 
     def trained(self, recipe: Training, folder: Path) -> tuple[Run, Any]:
-        """A finished run and its model as saved. The latest is kept, for plans that make several results of it."""
+        """A finished run and its saved model. The latest one is kept, for plans that make several results of it."""
         if self.last is None or self.last[0] != folder:
             self.last = None
             run = self.open(recipe, folder, resume=(folder / STATE).exists())
             for _ in run.epochs(self.tick and partial(self.tick, folder.name)):
                 pass
-            run.learn.forget()  # its memory, before the next run takes its own
+            run.learn.forget()  # free its recordings before the next run allocates memory
             self.last = folder, run, self.loaded(folder)
         return self.last[1:]
 

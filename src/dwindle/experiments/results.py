@@ -1,4 +1,4 @@
-"""One JSON per result of a comparison: how it is named and read, and on what machine it was made."""
+"""The results of a comparison, one JSON each: their names, reading them, and the machine they were made on."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from ..errors import DwindleError
 
 
 def slug(name: str) -> str:
-    """A name as part of a file's."""
+    """A name with only the characters that a file's name may have."""
     return re.sub(r"[^A-Za-z0-9.-]+", "_", name)
 
 
 def machine(device: torch.device) -> dict[str, str]:
+    """The device, torch's version and the commit, as a result records them."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    commit = os.environ.get("DWINDLE_COMMIT")  # for a machine that has a copy without its history
+    commit = os.environ.get("DWINDLE_COMMIT")  # for a machine whose copy of the code has no git history
     if commit is None:
         try:
-            asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-            commit = asked.stdout.strip()
+            done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+            commit = done.stdout.strip()
         except (OSError, subprocess.CalledProcessError):
             commit = "unknown"
     return {"device": name, "torch": torch.__version__, "commit": commit}

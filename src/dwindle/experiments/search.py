@@ -1,7 +1,7 @@
 """Search for the settings of a recipe that give the best accuracy at a given cost, on held-out training images.
 
-AHT-ViT section 3.5 chooses its loss weights so, by a grid; here Optuna's TPE sampler draws them. The test split is
-never opened. A killed search goes on where it was when it is started again with the same arguments.
+AHT-ViT section 3.5 chooses its loss weights in this way by a grid; here Optuna's TPE sampler draws them. The test split
+is never opened. A killed search continues when it is started again with the same arguments.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def search(
     _check(recipe, space, trials, budget_weight)
     images = training_images(data, recipe.holdout)[0]  # without what the model will be evaluated on
     parts = hold_out(images if limit is None else draw(images, limit, seed), holdout, seed)
-    given = dataclasses.asdict(recipe) | {"data": data, "space": space, "holdout": holdout, "budget": budget}
-    given |= {
+    settings_given = dataclasses.asdict(recipe) | {"data": data, "space": space, "holdout": holdout, "budget": budget}
+    settings_given |= {
         "kept for evaluation": recipe.holdout,
         "budget_weight": budget_weight,
         "limit": limit,
         "search seed": seed,
     }
-    study = _study(folder, given, recipe)
+    study = _study(folder, settings_given, recipe)
     while sum(trial.state.is_finished() for trial in study.trials) < trials:
         trial = _next_trial(study, recipe, space, seed)
         settings = [f"{key}={trial.suggest_float(key, *space[key], log=space[key][0] > 0):.3g}" for key in space]
@@ -98,20 +98,20 @@ def search(
 
 
 def ranges(given: Sequence[str]) -> Space:
-    """Of settings as a command gives them: method.gamma=0.5:8."""
-    found: dict[str, tuple[float, float]] = {}
+    """The space of a search from settings with ranges, as in a command: method.gamma=0.5:8."""
+    space: dict[str, tuple[float, float]] = {}
     for text in given:
         key, _, both = text.partition("=")
         low, _, high = both.partition(":")
         try:
-            found[key] = float(low), float(high)
+            space[key] = float(low), float(high)
         except ValueError as error:
             raise DwindleError(f"--space {text}: expected a setting and its range, as method.gamma=0.5:8.") from error
-    return found
+    return space
 
 
 def value(top1: float, cost: float, share: float, weight: float) -> float:
-    """What a trial is worth: its accuracy in percent, less `weight` points per percent of cost above the share."""
+    """The value of a trial: its accuracy in percent, less `weight` points per percent of cost above `share`."""
     return top1 - weight * max(0.0, 100 * (cost - share))
 
 
@@ -132,7 +132,7 @@ def check_searchable(recipe: Training, name: str) -> None:
 
 
 def _check(recipe: Recipe, space: Space, trials: int, weight: float) -> None:
-    """What cannot work, before anything is read or written."""
+    """Refuse arguments that cannot work, before anything is read or written."""
     check_searchable(recipe, "The recipe")
     if trials < 1 or weight < 0:
         raise DwindleError(
@@ -153,8 +153,9 @@ def _check(recipe: Recipe, space: Space, trials: int, weight: float) -> None:
 
 
 def _study(folder: Path, given: dict[str, Any], recipe: Recipe) -> optuna.Study:
-    """The study in the folder, new or begun earlier with the same arguments; settings that were not there yet count as
-    what they are in a plain recipe.
+    """The study in the folder, new or begun earlier with the same arguments (`given`).
+
+    Settings that did not exist then have the defaults of the recipe's class.
     """
     import optuna
 
@@ -165,7 +166,7 @@ def _study(folder: Path, given: dict[str, Any], recipe: Recipe) -> optuna.Study:
         study = optuna.create_study(
             storage=f"sqlite:///{path}", study_name="dwindle", direction="maximize", load_if_exists=True
         )
-    except Exception as error:  # sqlite's, SQLAlchemy's or Optuna's own, by what is wrong with the file
+    except Exception as error:  # an error of sqlite, SQLAlchemy or Optuna, depending on the fault in the file
         raise DwindleError(f"{path} cannot be read ({type(error).__name__}); choose another --out.") from error
     old = study.user_attrs.get("given")
     if old is None:
@@ -176,11 +177,11 @@ def _study(folder: Path, given: dict[str, Any], recipe: Recipe) -> optuna.Study:
 
 
 def _next_trial(study: optuna.Study, recipe: Recipe, space: Space, seed: int) -> optuna.Trial:
-    """The trial that a kill interrupted, or a new one."""
+    """The trial that a kill interrupted; else a new one. The first trial is the recipe itself if it is in the space."""
     import optuna
 
     number = len(study.trials)
-    # A seed for each trial, so that a search that goes on draws what an uninterrupted one would have drawn.
+    # Each trial has its own seed, so that a resumed search draws the same settings as an uninterrupted one.
     study.sampler = optuna.samplers.TPESampler(seed=mix(seed, number))
     if running := study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
         return optuna.Trial(study, running[0]._trial_id)
@@ -198,16 +199,16 @@ def _run(recipe: Recipe, data: str, out: Path, device: str | None, parts: tuple[
 
 
 def _converges(run: Run, tick: Callable[[int, int, dict[str, Tensor]], None] | None) -> bool:
-    """Train; False when the loss diverged, which the settings tried are to blame for. Other errors are raised."""
+    """Train the run. False: the loss diverged, which is due to the trial's settings. Other errors are raised."""
     last: dict[str, Tensor] = {}
 
-    def noted(step: int, steps: int, terms: dict[str, Tensor]) -> None:
+    def keep_terms(step: int, steps: int, terms: dict[str, Tensor]) -> None:
         last.update(terms)
         if tick:
             tick(step, steps, terms)
 
     try:
-        for _ in run.epochs(noted):
+        for _ in run.epochs(keep_terms):
             pass
     except DwindleError:
         if not last or last["total"].isfinite():
@@ -217,11 +218,13 @@ def _converges(run: Run, tick: Callable[[int, int, dict[str, Tensor]], None] | N
 
 
 def _row(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
-    noted = {name: trial.user_attrs.get(name) for name in ("settings", "top1", "gmacs", "cost")}
-    return {"trial": trial.number, "value": None if trial.value is None else round(trial.value, 3)} | noted
+    """The trial as a row of the table."""
+    attributes = {name: trial.user_attrs.get(name) for name in ("settings", "top1", "gmacs", "cost")}
+    return {"trial": trial.number, "value": None if trial.value is None else round(trial.value, 3)} | attributes
 
 
 def _result(study: optuna.Study, folder: Path) -> dict[str, Any]:
+    """The best trial and the table of all trials, which are written to the folder too."""
     rows = [_row(trial) for trial in study.trials if trial.state.is_finished()]
     if all(row["value"] is None for row in rows):
         raise DwindleError(f"The loss diverged in all {len(rows)} trials; lower lr, or search a space of lower values.")

@@ -18,7 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_runs(dtype: str, device: str | torch.device, known: Collection[str] = DTYPES) -> None:
-    """Refuse a format that is not known, or that the device cannot multiply in."""
+    """Refuse a format that is not in `known`, or in which the device cannot multiply."""
     if dtype not in known:
         raise unknown("dtype", dtype, known)
     if dtype == "bf16" and torch.device(device).type == "cpu" and (why := no_bf16()):
@@ -26,7 +26,7 @@ def check_runs(dtype: str, device: str | torch.device, known: Collection[str] = 
 
 
 def converted(model: Any, dtype: str, device: str | torch.device) -> Any:
-    """The model in this format, to run on this device."""
+    """The model in this number format, to run on this device."""
     check_runs(dtype, device)
     if dtype == "fp32":
         return model
@@ -36,5 +36,5 @@ def converted(model: Any, dtype: str, device: str | torch.device) -> Any:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """What its images must be."""
+    """The number format of the model's weights, in which it takes images."""
     return next(model.parameters()).dtype

@@ -1,6 +1,6 @@
-"""Models that leave Python: one graph from which halted tokens are gone: ONNX, a torch.export program, or compiled.
+"""Export of a model as one graph that drops halted tokens: to ONNX, a torch.export program, or compiled code.
 
-A file is checked against the model it was made from before it gets its name: same decisions, same logits.
+A file gets its name only after it was compared with the model: it must give the same decisions and logits.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .onnx_graph import OPSET, Call, check, check_installed, onnx_model, open_on
 from .padded import Padded, depth_of
 
 FORMS = {"onnx": ".onnx", "torch-export": ".pt2", "aoti": ".pt2"}
-MOVE = 4e6  # multiply-accumulates done in the time that moving rows takes a runtime
-EMBEDDED = 1 << 30  # bytes of weights up to which an ONNX file holds them itself; protobuf ends at 2 GiB
+MOVE = 4e6  # multiply-accumulates that take as long as moving rows together
+EMBEDDED = 1 << 30  # bytes; larger weights lie in a file beside the ONNX file, as protobuf is limited to 2 GiB
 
 
 class Graph(nn.Module):
-    """What is exported: images (B, C, height, width) in; logits (B, classes) and depth (B, N) out."""
+    """The module that is exported: images (B, C, height, width) in; logits (B, classes) and depth (B, N) out."""
 
     def __init__(self, model: AdaptiveViT, moves: Collection[int] | None = None) -> None:
         """moves: blocks after which live rows are moved together; None: each at which tokens may stop."""
@@ -52,7 +52,7 @@ class Graph(nn.Module):
 
 @torch.inference_mode()
 def worthwhile_moves(model: AdaptiveViT, images: Tensor) -> tuple[int, ...]:
-    """Blocks after which so few rows are live, of an image like these, that the next is cheaper if they are moved."""
+    """The blocks after which moving live rows together saves more than it costs, on average over these images."""
     live = model(images, layout="packed").trace.counts.float().mean(1).tolist()
     shape, moves, rows = model.backbone.shape, [], live[0]
     for block, count in enumerate(live[1:], 1):
@@ -63,10 +63,10 @@ def worthwhile_moves(model: AdaptiveViT, images: Tensor) -> tuple[int, ...]:
 
 
 def export(model: AdaptiveViT, to: str, out: str | os.PathLike, *, seconds: float = 0.0) -> dict[str, Any]:
-    """Write the file and say how it compares: largest difference of logits, share of equal decisions, and speed.
+    """Write the file. Returns the largest difference of logits, the share of equal decisions, and speeds.
 
-    seconds: time for each comparison with the static model exported the same way (batches of 1 and 8, on one thread and
-        on all); 0 leaves it out.
+    to: a key of `FORMS`. seconds: time for each comparison with the static model exported the same way (batches of 1
+        and 8, on one thread and on all); 0: no comparison.
     """
     if to not in FORMS:
         raise unknown("form to export to", to, FORMS)
@@ -91,7 +91,7 @@ def export(model: AdaptiveViT, to: str, out: str | os.PathLike, *, seconds: floa
     try:
         recorded = program(Graph(model, worthwhile_moves(model, photos)), photos)
         with writing(path):
-            write(recorded, draft, _about(model))
+            write(recorded, draft, _metadata(model))
         result = {"out": str(path), "form": to, **check(model, open_(draft), photos)}
         if to == "onnx":
             result["opset"] = OPSET
@@ -106,7 +106,7 @@ def export(model: AdaptiveViT, to: str, out: str | os.PathLike, *, seconds: floa
 
 
 def check_images(model: AdaptiveViT) -> Tensor:
-    """The shipped photographs as the model takes them; noise for one that does not take plain colour squares."""
+    """The shipped photographs, transformed for the model; noise for a model whose images are not square in RGB."""
     shape = model.backbone.shape
     transform = preprocess_of(model).eval_transform()
     photos = torch.stack([transform(load_image(path)) for path in photographs()])
@@ -118,9 +118,10 @@ def check_images(model: AdaptiveViT) -> Tensor:
 def _race(
     model: AdaptiveViT, adaptive: Path, photos: Tensor, write: Callable, open_: Callable, path: Path, seconds: float
 ) -> list[dict[str, Any]]:
-    """The static model, exported the same way, turn about with the adaptive one in one process.
+    """Time the exported static and adaptive models in turns in one process. Returns a row per thread count and batch.
 
-    On one thread, as a server runs many at a time, and on all: what decides is too small to share between threads.
+    They run on one thread, as on a server with many processes, and on all threads: the operations that decide are too
+    small to gain from threads.
     """
     write(program(model.vit, photos), path, {})
     rows, every = [], torch.get_num_threads()
@@ -131,21 +132,22 @@ def _race(
         for threads, batch in product(sorted({1, every}), (1, 8)):
             torch.set_num_threads(threads)
             runs[threads] = runs.get(threads) or [open_(which) for which in (path, adaptive)]
-            sets = photos[torch.arange(batch * len(photos)) % len(photos)].split(batch)  # every photograph counts alike
+            # As many batches as photographs, so that every photograph counts equally.
+            batches = photos[torch.arange(batch * len(photos)) % len(photos)].split(batch)
 
-            def all_of(run: Call, sets: tuple[Tensor, ...] = sets) -> None:
-                for images in sets:
+            def run_all(run: Call, batches: tuple[Tensor, ...] = batches) -> None:
+                for images in batches:
                     run(images)
 
             with torch.inference_mode():
-                calls = [partial(all_of, run) for run in runs[threads]]
+                calls = [partial(run_all, run) for run in runs[threads]]
                 spent = milliseconds(calls, seconds, torch.device("cpu"))
             rows.append(
                 {
                     "batch": batch,
                     "cost": round(share, 4),
-                    "static_ms": round(statistics.median(spent[0]) / len(sets), 2),
-                    "adaptive_ms": round(statistics.median(spent[1]) / len(sets), 2),
+                    "static_ms": round(statistics.median(spent[0]) / len(batches), 2),
+                    "adaptive_ms": round(statistics.median(spent[1]) / len(batches), 2),
                     "speedup": round(statistics.median(s / a for s, a in zip(*spent)), 3),
                     "rounds": len(spent[0]),
                     "threads": threads,
@@ -156,8 +158,8 @@ def _race(
     return rows
 
 
-def _about(model: AdaptiveViT) -> dict[str, str]:
-    """What whoever runs the file needs to know, kept in it."""
+def _metadata(model: AdaptiveViT) -> dict[str, str]:
+    """The metadata in the file: preprocessing, method and class names, as JSON."""
     return {
         "dwindle.preprocess": json.dumps(preprocess_of(model).to_dict()),
         "dwindle.method": json.dumps({"name": type(model.method).__name__, "options": model.method.config}),
@@ -166,13 +168,13 @@ def _about(model: AdaptiveViT) -> dict[str, str]:
 
 
 def _write_program(recorded: torch.export.ExportedProgram, path: Path, about: dict[str, str]) -> None:
-    held = io.BytesIO()  # on a full disk torch's own writer ends the process
-    torch.export.save(recorded, held, extra_files=about)
-    path.write_bytes(held.getbuffer())
+    buffer = io.BytesIO()  # on a full disk torch's own file writer ends the process
+    torch.export.save(recorded, buffer, extra_files=about)
+    path.write_bytes(buffer.getbuffer())
 
 
 def open_program(path: str | os.PathLike) -> Call:
-    """What a .pt2 file computes."""
+    """A .pt2 file as a function of images."""
     module: Any = torch.export.load(os.fspath(path)).module()
     return module
 
@@ -185,7 +187,7 @@ def _write_compiled(recorded: torch.export.ExportedProgram, path: Path, about: d
 
 
 def open_compiled(path: str | os.PathLike) -> Call:
-    """What a program compiled by AOTInductor computes."""
+    """A program compiled by AOTInductor as a function of images."""
     module: Any = torch._inductor.aoti_load_package(os.fspath(path))
     return module
 
@@ -198,14 +200,14 @@ def _write_onnx(recorded: torch.export.ExportedProgram, path: Path, about: dict[
     made.metadata_props.update(about)
     size = sum(p.numel() * p.element_size() for p in recorded.parameters())
     onnx_ir.save(made, path, external_data=f"{path.name}.data" if size > EMBEDDED else None)
-    # The exporter transposes weights and leaves their old shapes behind, on which quantisers stumble.
-    held = onnx.load(path, load_external_data=False)
-    del held.graph.value_info[:]
-    onnx.save(held, path)
+    # The exporter transposes weights and leaves their old shapes in value_info, where quantisers fail on them.
+    saved = onnx.load(path, load_external_data=False)
+    del saved.graph.value_info[:]
+    onnx.save(saved, path)
 
 
 def _check_tools(to: str) -> None:
-    """Said before anything is recorded, which takes a while."""
+    """Refuse a form whose tools are missing, before anything is recorded."""
     if to == "onnx":
         check_installed()
     if to == "aoti" and not (shutil.which("g++") or shutil.which("clang++") or "CXX" in os.environ):

@@ -1,8 +1,8 @@
 """Recorded graphs kept on disk, so that the next process need not record them again.
 
-A file holds operations and no weights: the model brings its own, so an old file cannot answer by old weights. It is
-found by a hash of all that the recording depends on, and read only if its checksum is right. $DWINDLE_CACHE names
-another folder than the user's cache; `off` keeps nothing.
+A file holds operations and no weights. The model supplies its own weights, so an old file cannot use old ones. The
+file's name is a hash of everything the recording depends on, and a file is used only if its checksum is right.
+$DWINDLE_CACHE names another folder than the user's cache; with `off` nothing is kept.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from ..core.parts import of_a_library
 from ..errors import DwindleError
 from ..files import draft
 
-MOST = 256  # files; a graph without weights takes a quarter of a megabyte
+MAX_FILES = 256  # a graph without weights takes a quarter of a megabyte
 PACKAGES = ("torch", "timm", "transformers", "onnx", "onnxscript", "onnxruntime")
-PROGRESS = ("trained", "held", "told", "progress")  # of a method: they change nothing about an answer
+PROGRESS = ("trained", "held", "told", "progress")  # attributes of a method that do not change its output
 
 log = logging.getLogger("dwindle")
 
 
-class Untold(Exception):
-    """Something of the model cannot be put into words, so a graph of it is not kept."""
+class NotDescribable(Exception):
+    """Part of the model cannot be described as JSON, so its graph is not kept."""
 
 
 def folder() -> Path | None:
-    """Where graphs are kept; None: nowhere."""
+    """The folder of the graphs; None: none are kept."""
     chosen = os.environ.get("DWINDLE_CACHE")
     if chosen is not None:
         return None if chosen.lower() in ("", "0", "off", "none") else Path(chosen).expanduser()
@@ -56,85 +56,86 @@ def folder() -> Path | None:
 
 
 def read(key: str | None) -> bytes | None:
-    """The graph kept under this key, if it is whole."""
-    where = folder()
-    if key is None or where is None:
+    """The graph kept under this key; None if there is none or its checksum is wrong."""
+    cache = folder()
+    if key is None or cache is None:
         return None
+    path = cache / f"{key}.onnx"
     try:
-        held = (where / f"{key}.onnx").read_bytes()
+        content = path.read_bytes()
     except OSError:
         return None
-    checksum, graph = held[:32], held[32:]
+    checksum, graph = content[:32], content[32:]
     if hashlib.sha256(graph).digest() != checksum:
-        log.warning("'%s' is damaged and is recorded again.", where / f"{key}.onnx")
+        log.warning("'%s' is damaged and is recorded again.", path)
         return None
     return graph
 
 
 def write(key: str | None, graph: bytes) -> None:
-    """Keep a graph. A folder that cannot be written to is no reason to fail: the next process records again."""
-    where = folder()
-    if key is None or where is None:
+    """Keep a graph. If the folder cannot be written to, nothing is raised: the next process records again."""
+    cache = folder()
+    if key is None or cache is None:
         return
     with suppress(OSError, DwindleError):
-        where.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with draft(where / f"{key}.onnx") as place:
-            place.write_bytes(hashlib.sha256(graph).digest() + graph)
-        kept = sorted(where.glob("*.onnx"), key=lambda path: path.stat().st_mtime)
-        for old in kept[:-MOST]:
-            old.unlink(missing_ok=True)
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with draft(cache / f"{key}.onnx") as path:
+            path.write_bytes(hashlib.sha256(graph).digest() + graph)
+        files = sorted(cache.glob("*.onnx"), key=lambda path: path.stat().st_mtime)
+        for oldest in files[:-MAX_FILES]:
+            oldest.unlink(missing_ok=True)
 
 
 def key_of(model: AdaptiveViT, **details: Any) -> str | None:
-    """A hash of the model's structure, its settings, this code and these details; None: some of it cannot be told."""
+    """A hash of the model's structure, its settings, this code and `details`; None: part of it cannot be described."""
     try:
-        parts = [_module(model, name, part) for name, part in model.named_modules()]
-        told = [_told(details), _versions(), _sources(), parts]
-    except Untold as reason:
+        modules = [_described_module(model, name, module) for name, module in model.named_modules()]
+        description = [_described(details), _versions(), _sources(), modules]
+    except NotDescribable as reason:
         log.info("The graph of this model is not kept: %s.", reason)
         return None
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 
 @cache
 def _versions() -> list[str]:
-    found = []
+    versions = []
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{package} {importlib.metadata.version(package)}")
-    return found
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    return versions
 
 
 @cache
 def _sources() -> str:
-    """Of this code, as it may be edited without another version."""
-    made = hashlib.sha256()
+    """A hash of Dwindle's source files, which may be edited without a new version."""
+    digest = hashlib.sha256()
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
-        made.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return made.hexdigest()
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
-PLAIN = frozenset(vars(nn.Module()))  # what torch itself keeps on a module
+TORCHS_OWN = frozenset(vars(nn.Module()))  # the attributes that torch sets on every module
 
 
-def _module(model: AdaptiveViT, name: str, module: nn.Module) -> list[Any]:
-    """Everything a module's forward may read, apart from the values of its weights."""
-    own = {key: value for key, value in vars(module).items() if key not in PLAIN}
-    if module is model:  # its own are the backbone, which is the wrapped model, and what no forward reads
+def _described_module(model: AdaptiveViT, name: str, module: nn.Module) -> list[Any]:
+    """Everything a module's forward may read, except the values of its weights."""
+    own = {key: value for key, value in vars(module).items() if key not in TORCHS_OWN}
+    if module is model:  # its attributes are the backbone, which is described as the wrapped model, and unused ones
         own = {}
     if module is model.method:
-        point = model.method.operating_point if model.method.per_image_point else None  # then an input of the graph
+        point = model.method.operating_point if model.method.per_image_point else None  # it is an input of the graph
         own = {key: value for key, value in own.items() if key not in (*PROGRESS, point and point[0])}
     tensors = {
         key: None if value is None else [list(value.shape), str(value.dtype)]
         for key, value in (module._parameters | module._buffers).items()
     }
-    return [name, _named(type(module)), tensors, {key: _told(value) for key, value in own.items()}]
+    return [name, _qualified_name(type(module)), tensors, {key: _described(value) for key, value in own.items()}]
 
 
-def _told(value: Any) -> Any:
-    """A value as JSON; the same for the same, in another process too."""
+def _described(value: Any) -> Any:
+    """A value as JSON. Equal values give equal JSON, in other processes too."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, enum.Enum):
@@ -142,31 +143,32 @@ def _told(value: Any) -> Any:
     if isinstance(value, (float, complex, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout)):
         return repr(value)
     if isinstance(value, dict):
-        return {str(key): _told(each) for key, each in value.items()}
+        return {str(key): _described(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_told(each) for each in value]
+        return [_described(each) for each in value]
     if isinstance(value, (set, frozenset)):
-        return sorted(json.dumps(_told(each), sort_keys=True) for each in value)
+        return sorted(json.dumps(_described(each), sort_keys=True) for each in value)
     if isinstance(value, Tensor):
         return hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
     if isinstance(value, partial):
-        return [_told(value.func), _told(value.args), _told(value.keywords)]
+        return [_described(value.func), _described(value.args), _described(value.keywords)]
     if isinstance(value, nn.Module):
-        return _named(type(value))  # a module of the model is told by itself
+        return _qualified_name(type(value))  # `key_of` describes every module of the model itself
     if isinstance(value, (type, FunctionType, BuiltinFunctionType, MethodType)):
-        return _named(value)
+        return _qualified_name(value)
     if isinstance(value, Backbone):
-        return _named(type(value))
+        return _qualified_name(type(value))
     if dataclasses.is_dataclass(value):
-        return [_named(type(value)), _told(vars(value))]
+        return [_qualified_name(type(value)), _described(vars(value))]
     if callable(to_dict := getattr(value, "to_dict", None)) and of_a_library(type(value)):  # transformers' settings
-        return [_named(type(value)), _told(to_dict())]
-    raise Untold(f"it holds {value!r:.80}")
+        return [_qualified_name(type(value)), _described(to_dict())]
+    raise NotDescribable(f"it holds {value!r:.80}")
 
 
-def _named(kind: Any) -> str:
-    """A class or a function by its name, if that says all: it is a library's, and made with its module."""
+def _qualified_name(kind: Any) -> str:
+    """The full name of a class or function. It must come from a library and be defined at module level: then its name
+    determines it."""
     module, name = getattr(kind, "__module__", None) or "", getattr(kind, "__qualname__", "<lambda>")
     if not of_a_library(kind) or "<" in name:
-        raise Untold(f"{module}.{name} is none of the libraries'")
+        raise NotDescribable(f"{module}.{name} is none of the libraries'")
     return f"{module}.{name}"

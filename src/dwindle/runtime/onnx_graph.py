@@ -1,4 +1,4 @@
-"""A forward pass as one ONNX graph, and onnxruntime to run it: what `dwindle export` writes and a CPU runs."""
+"""A forward pass as one ONNX graph, run by onnxruntime: for `dwindle export` and for prepared models on a CPU."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from ..core.model import AdaptiveViT, Output
 
 OPSET = 20
-TOLERANCE = 1e-4  # of logits, where the decisions are the same
+TOLERANCE = 1e-4  # of the logits of images whose decisions are the same
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-WEIGHTS = "weights"  # where a file without weights says that they lie; nobody opens it
+WEIGHTS = "weights"  # the weights' file named in a graph without weights; it is never opened
 
 Call = Callable[..., tuple[Tensor, ...]]
 
@@ -40,11 +40,13 @@ def check_installed() -> None:
 
 
 def program(graph: nn.Module, *inputs: Tensor) -> torch.export.ExportedProgram:
-    """The graph for any number of images."""
+    """The module recorded by torch.export on these inputs, for any number of images."""
     sizes = tuple({0: torch.export.Dim("batch", min=1)} if x.dim() else {} for x in inputs)
     with quiet(), torch.inference_mode(False), torch.no_grad():
         try:
-            return torch.export.export(graph, inputs, dynamic_shapes=(sizes,) if _takes_many(graph) else sizes)
+            return torch.export.export(
+                graph, inputs, dynamic_shapes=(sizes,) if _has_variadic_forward(graph) else sizes
+            )
         except DwindleError:
             raise
         except Exception as error:
@@ -56,53 +58,57 @@ def program(graph: nn.Module, *inputs: Tensor) -> torch.export.ExportedProgram:
             ) from error
 
 
-def _takes_many(graph: nn.Module) -> bool:
-    """Whether its forward is written with *inputs, which torch counts as one argument."""
+def _has_variadic_forward(graph: nn.Module) -> bool:
+    """Whether the forward is written with *inputs, which torch.export counts as one argument."""
     return bool(type(graph).forward.__code__.co_flags & 0x04)
 
 
 def onnx_model(recorded: Any, names: Sequence[str], outputs: Sequence[str], fixed: Collection[str] = ()) -> Any:
-    """The program as a model of the package onnx_ir, its inputs and outputs by these names.
+    """The program as a model of the package onnx_ir, with these names of its inputs and outputs.
 
-    fixed: weights of which nothing is computed beforehand, so that others can be put in their place.
+    fixed: weights that no constant is computed from, so that the file can be used with other values of them.
     """
     import onnxscript.optimizer
 
-    made, refused = None, ""
-    if _without_writes(recorded):
-        whole = copy.deepcopy(recorded.graph)
+    made, refusal = None, ""
+    if _is_functional(recorded):
+        original = copy.deepcopy(recorded.graph)
         try:
-            made = _translated(_taken_as_it_is(recorded), names, outputs)
+            made = _translated(_marked_decomposed(recorded), names, outputs)
         except torch.onnx.OnnxExporterError as error:
-            refused = str(error)
+            refusal = str(error)
         del recorded.run_decompositions
         if made is None:
-            recorded.graph_module.graph = whole
+            recorded.graph_module.graph = original
     if made is None:
-        made = _taken_apart(recorded, names, outputs, refused)
+        made = _decomposed(recorded, names, outputs, refusal)
 
     def foldable(node: Any) -> bool | None:
         return False if any(value is not None and value.name in fixed for value in node.inputs) else None
 
-    # onnxruntime has passes of its own. The exporter's others take longer than they save, and one of them loses inputs.
+    # onnxruntime runs its own passes. The exporter's other passes take longer than they save, and one drops inputs.
     onnxscript.optimizer.fold_constants(made.model, onnx_shape_inference=False, should_fold=foldable)
     onnxscript.optimizer.remove_unused_nodes(made.model)
     return made.model
 
 
-def _taken_apart(recorded: Any, names: Sequence[str], outputs: Sequence[str], refused: str = "") -> Any:
-    """By the exporter's own way, which knows more operations and takes some ten seconds. refused: what our way met."""
+def _decomposed(recorded: Any, names: Sequence[str], outputs: Sequence[str], refusal: str = "") -> Any:
+    """The program as ONNX, decomposed by the exporter: it then knows more operations, but takes about ten seconds.
+
+    refusal: the error of the translation without decomposing.
+    """
     try:
         return _translated(recorded, names, outputs)
     except torch.onnx.OnnxExporterError as error:
-        unknown_to_it = re.search(r"OpOverload\(op='([\w.]+)'", f"{error} {refused}")
+        unknown = re.search(r"OpOverload\(op='([\w.]+)'", f"{error} {refusal}")
         raise DwindleError(
-            f"ONNX has no {unknown_to_it[1] if unknown_to_it else 'form of this graph'}, which the method uses; "
+            f"ONNX has no {unknown[1] if unknown else 'form of this graph'}, which the method uses; "
             "export to torch-export or aoti."
         ) from error
 
 
 def _translated(recorded: Any, names: Sequence[str], outputs: Sequence[str]) -> Any:
+    """The program as torch.onnx translates it, with our `translations`."""
     with quiet(), torch.inference_mode(False), torch.no_grad():
         return torch.onnx.export(
             recorded,
@@ -119,15 +125,17 @@ def _translated(recorded: Any, names: Sequence[str], outputs: Sequence[str]) -> 
 CHECKS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.promote_types.default")
 
 
-def _without_writes(recorded: Any) -> bool:
-    """Whether no operation writes into its input: then each can be translated by itself."""
+def _is_functional(recorded: Any) -> bool:
+    """Whether no operation writes to its input, so that each can be translated by itself."""
     schemas = [getattr(node.target, "_schema", None) for node in recorded.graph.nodes if node.op == "call_function"]
     return not any(schema is not None and schema.is_mutable for schema in schemas)
 
 
-def _taken_as_it_is(recorded: Any) -> Any:
-    """The program, made to say that it is taken apart already. ONNX has nearly all operations that a model calls, and
-    the exporter takes a program apart by recording it twice more, which is most of its time.
+def _marked_decomposed(recorded: Any) -> Any:
+    """The program, changed so that the exporter takes it as decomposed already.
+
+    ONNX has nearly all operations that a model calls. To decompose a program the exporter records it twice more, which
+    is most of its time.
     """
     for node in reversed(list(recorded.graph.nodes)):
         if str(node.target) in CHECKS and not node.users:
@@ -137,30 +145,31 @@ def _taken_as_it_is(recorded: Any) -> Any:
 
 
 def make_input(model: Any, weight: str, name: str) -> None:
-    """Let whoever runs the model give this weight, as an input of this name."""
-    held = model.graph.initializers.pop(weight, None)
-    if held is not None:
-        held.const_value, held.name = None, name
-        model.graph.inputs.append(held)
+    """Turn a weight of an onnx_ir model into an input of this name. Nothing happens if the graph does not use it."""
+    value = model.graph.initializers.pop(weight, None)
+    if value is not None:
+        value.const_value, value.name = None, name
+        model.graph.inputs.append(value)
 
 
 def without_weights(model: Any, weights: Collection[str]) -> bytes:
     """The model as a file in which these weights have a name and a shape and no values."""
     import onnx_ir
 
-    for node in model.graph:  # which line of Python made it: most of the file
-        node.metadata_props.clear()
+    for node in model.graph:
+        node.metadata_props.clear()  # the lines of Python that made the node: most of the file's size
     for name in weights:
-        held = model.graph.initializers.get(name)
-        if held is not None and held.const_value is not None:
-            value = held.const_value
-            held.const_value = onnx_ir.ExternalTensor(
-                WEIGHTS, 0, value.nbytes, value.dtype, shape=value.shape, name=name, base_dir=""
+        value = model.graph.initializers.get(name)
+        if value is not None and value.const_value is not None:
+            tensor = value.const_value
+            value.const_value = onnx_ir.ExternalTensor(
+                WEIGHTS, 0, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=name, base_dir=""
             )
     return serialized(model)
 
 
 def serialized(model: Any) -> bytes:
+    """An onnx_ir model as the bytes of an ONNX file."""
     import onnx_ir
 
     made: bytes = onnx_ir.to_proto(model).SerializeToString()
@@ -168,13 +177,16 @@ def serialized(model: Any) -> bytes:
 
 
 def opened(source: str | bytes, threads: int | None = None, weights: Mapping[str, Tensor] | None = None) -> Any:
-    """An ONNX file, or its bytes, in onnxruntime, on as many threads as torch uses. weights: of a file without them."""
+    """An onnxruntime session of an ONNX file or its bytes. weights: for a file without them, by name.
+
+    threads: None: as many as torch uses.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or torch.get_num_threads()
-    options.log_severity_level = 3  # errors; its warnings are for its own developers
-    # A masked key's share of attention is a number too small for the CPU's fast path, unless it may be 0.
+    options.log_severity_level = 3  # errors only; warnings are for onnxruntime's developers
+    # The attention to a masked key is a denormal number, with which CPUs compute slowly: it is set to 0.
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
     if weights:
         values = [onnxruntime.OrtValue.ortvalue_from_numpy(value.detach().numpy()) for value in weights.values()]
@@ -183,14 +195,16 @@ def opened(source: str | bytes, threads: int | None = None, weights: Mapping[str
         return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
-def run(session: Any, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """What the graph makes of tensors by the names of its inputs, in the order of its outputs."""
+def run(session: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """The graph's outputs in their order. inputs: tensors by the graph's names."""
     with flushing():
-        made = session.run(None, {name: value.detach().contiguous().numpy() for name, value in given.items()})
-    return tuple(torch.from_numpy(value) for value in made)
+        outputs = session.run(None, {name: value.detach().contiguous().numpy() for name, value in inputs.items()})
+    return tuple(torch.from_numpy(value) for value in outputs)
 
 
 class _Static(nn.Module):
+    """A wrapped model that returns its logits alone."""
+
     def __init__(self, vit: nn.Module) -> None:
         super().__init__()
         self.vit = vit
@@ -202,7 +216,7 @@ class _Static(nn.Module):
 
 
 def static(vit: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
-    """A model without us, in onnxruntime, for batches of images like these."""
+    """The wrapped model in onnxruntime, as a function from images of this size to logits."""
     with torch.inference_mode(False):
         two = images.new_zeros(2, *images.shape[1:])
     graph = onnx_model(program(_Static(vit).eval(), two), ["images"], ["logits"])
@@ -211,7 +225,7 @@ def static(vit: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def open_onnx(path: str | os.PathLike, threads: int | None = None) -> Call:
-    """What an ONNX file computes of images."""
+    """An ONNX file as a function of images."""
     check_installed()
     session = opened(os.fspath(path), threads)
     return lambda images: run(session, {"images": images})
@@ -219,30 +233,38 @@ def open_onnx(path: str | os.PathLike, threads: int | None = None) -> Call:
 
 @torch.inference_mode()
 def check(model: AdaptiveViT, call: Call, images: Tensor) -> dict[str, Any]:
-    """`compare` of a call that takes images with the model's packed layout."""
+    """`compare` a function of images with the model's packed layout."""
     return compare(model(images, layout="packed"), lambda rows: call(images[rows]), len(images))
 
 
-def compare(wanted: Output, call: Callable[[slice], tuple[Tensor, ...]], images: int) -> dict[str, Any]:
-    """A batch and each of its images alone. A token on the edge of a decision may fall the other way elsewhere."""
-    answers = [call(rows) for rows in (slice(None), *(slice(i, i + 1) for i in range(images)))]
-    logits = torch.cat([answer[0] for answer in answers])
-    depth = torch.cat([answer[1] for answer in answers])
-    same = depth == torch.cat([wanted.trace.depth] * 2)
-    gap = (logits - torch.cat([wanted.logits] * 2)).abs().amax(-1)[same.all(-1)]
+def compare(expected: Output, call: Callable[[slice], tuple[Tensor, ...]], images: int) -> dict[str, Any]:
+    """Compare logits and depths of a batch, and of each of its images alone, with the expected output.
+
+    Returns the largest difference of logits and the share of equal decisions; a graph that differs is an error. A share
+    of 0.1% of the decisions may differ: by rounding a score may fall on the other side of its threshold.
+    call: gives logits and depths of these rows of the batch.
+    """
+    outputs = [call(rows) for rows in (slice(None), *(slice(i, i + 1) for i in range(images)))]
+    logits = torch.cat([output[0] for output in outputs])
+    depth = torch.cat([output[1] for output in outputs])
+    same = depth == torch.cat([expected.trace.depth] * 2)
+    gap = (logits - torch.cat([expected.logits] * 2)).abs().amax(-1)[same.all(-1)]
     difference = float(gap.max()) if len(gap) else float("nan")
-    agreed = same.float().mean().item()
-    if not difference <= TOLERANCE or agreed < 0.999:
+    share_same = same.float().mean().item()
+    if not difference <= TOLERANCE or share_same < 0.999:
         raise DwindleError(
             f"The graph differs from the model: logits by {difference:.2g} (up to {TOLERANCE} is rounding), "
-            f"{1 - agreed:.2%} of the tokens decided otherwise; this is a fault of the recording, please report it."
+            f"{1 - share_same:.2%} of the tokens decided otherwise; this is a fault of the recording, please report it."
         )
-    return {"difference": difference, "decisions": agreed, "checked": f"batch {images} and each image alone"}
+    return {"difference": difference, "decisions": share_same, "checked": f"batch {images} and each image alone"}
 
 
 @contextmanager
 def flushing() -> Iterator[None]:
-    """Numbers too small are 0 within, and after it as before: opening a session leaves the caller's thread so."""
+    """Within, denormal numbers are flushed to 0; afterwards the caller's setting is restored.
+
+    Opening a session of onnxruntime changes this setting of the caller's thread.
+    """
     before = bool(torch.full((), 1e-39) * 0.5 == 0)
     torch.set_flush_denormal(True)
     try:
@@ -253,15 +275,15 @@ def flushing() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """The exporters' notes are for their own developers."""
-    loud = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
-    before = [logger.level for logger in loud]
-    for logger in loud:
+    """Within, the exporters log errors only, and warnings are ignored: these are for the exporters' developers."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loud, before):
+        for logger, level in zip(loggers, before):
             logger.setLevel(level)

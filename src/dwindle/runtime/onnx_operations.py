@@ -1,18 +1,15 @@
-"""How ONNX says the operations of torch that its exporter does not know, or says in too many nodes."""
+"""ONNX translations of the torch operations that its exporter does not know, or translates to too many nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    pass
-
 
 def translations() -> dict[Any, Callable]:
-    """By the operation of torch."""
+    """The translations, by the operation of torch."""
     aten = torch.ops.aten
     return {
         aten.scaled_dot_product_attention.default: _attention,
@@ -57,7 +54,7 @@ def _cast_and_laid_out(x: Any, *, dtype: int | None = None, **_: Any) -> Any:
 
 
 def _cast_and_moved(x: Any, device: Any, dtype: int, **_: Any) -> Any:
-    """A graph is on one device."""
+    """A cast. The device is ignored, as a graph runs on one device."""
     return _cast(x, dtype)
 
 
@@ -140,7 +137,7 @@ def _nan_to_num(x: Any, nan: float | None = None, posinf: float | None = None, n
 
 
 def _grid(tensors: Sequence[Any], indexing: str = "ij") -> list[Any]:
-    """Of places along each axis those of every point, as rotary positions are made of them."""
+    """The coordinates of every point of a grid, from those along each axis; rotary positions use them."""
     from onnxscript import opset20 as op
 
     if indexing != "ij":
@@ -164,7 +161,7 @@ def _batch_norm(
     eps: float,
     cudnn_enabled: bool = True,
 ) -> Any:
-    """As it is in eval: with moments that are kept."""
+    """Batch norm in eval mode, with its running moments."""
     from onnxscript import opset20 as op
 
     if training or weight is None or bias is None or mean is None:
@@ -175,7 +172,7 @@ def _batch_norm(
 def _resampled(
     x: Any, output_size: Sequence[int] | None, align_corners: bool = False, scale_factors: Any = None
 ) -> Any:
-    """Position embeddings at another image size, as timm makes them."""
+    """Bicubic resampling with antialiasing, as timm resamples position embeddings to another image size."""
     from onnxscript import opset20 as op
 
     if output_size is None or align_corners:
@@ -195,7 +192,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """In as few nodes as runtimes know to fuse; the exporter's own asks every tensor for its shape on the way."""
+    """Attention in few nodes, which runtimes fuse. The exporter's own translation computes every tensor's shape too."""
     from onnxscript import opset20 as op
 
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -206,7 +203,7 @@ def _attention(
 
 
 def _stable_sort(values: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """ONNX has no sort, but of equals its TopK takes the first first, as a stable sort does."""
+    """A stable sort by TopK, as ONNX has no sort: of equal values TopK takes the first one first."""
     from onnxscript import opset20 as op
 
     count = op.Shape(values, start=dim, end=(dim + 1) or None)

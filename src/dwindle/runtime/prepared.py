@@ -1,8 +1,8 @@
-"""`model.prepare()`: a model for weights that stay, in the form in which this machine computes it fastest.
+"""`model.prepare()`: a model with fixed weights, in the form that this machine computes fastest.
 
-What is fast needs a recording: a graph in onnxruntime on a CPU, CUDA graphs over folded weights on a GPU. Whether the
-weights behind it were written to cannot be found out for certain, so nobody tries: a `Prepared` holds a copy of the
-model which nothing else reaches, as an exported file would.
+The fast form is a recording: a graph in onnxruntime on a CPU, CUDA graphs over folded weights on a GPU. A recording
+cannot detect for certain that weights were changed after it was made. Therefore a `Prepared` holds a copy of the model
+that nothing else refers to, as an exported file does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.parts import replaced
 from ..errors import DwindleError
-from .cpu import CpuGraphs, watched_everywhere
+from .cpu import CpuGraphs, has_global_hooks
 from .cuda.graph import Engine
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class Prepared:
-    """A copy of a model that answers and is not trained. What happens to the model it was made of does not reach it."""
+    """A copy of a model for inference. Later changes to the original model do not change the copy."""
 
     training = False
 
@@ -61,11 +61,11 @@ class Prepared:
 
 
 class PreparedViT(Prepared):
-    """Of an `AdaptiveViT`: as a graph in onnxruntime on a CPU, as CUDA graphs on a GPU, packed where neither can be."""
+    """A prepared `AdaptiveViT`: a graph in onnxruntime on a CPU, CUDA graphs on a GPU, packed where neither works."""
 
     def __init__(self, model: AdaptiveViT, images: int | None = None, details: bool = False) -> None:
-        """images: how many it will answer in all, about; for few a CPU records no graph. None: many.
-        details: answers have features and all values of the trace, which takes a CPU's graph a little longer.
+        """images: about how many it will be called with in all; for few images a CPU records no graph. None: many.
+        details: outputs have features and all values of the trace; this makes a CPU's graph a little slower.
         """
         super().__init__(model)
         self._options = (images, details)
@@ -78,16 +78,16 @@ class PreparedViT(Prepared):
 
     @property
     def method(self) -> Method:
-        """The copy's: its operating point and threshold may be turned."""
+        """The copy's method. Its operating point and threshold may be set."""
         return self._model.method
 
     @torch.no_grad()
     def __call__(self, images: Tensor, depths: Tensor | None = None, operating_point: Tensor | None = None) -> Output:
-        """As the model's own forward in eval."""
+        """The output of the model's own forward in eval mode."""
         model: AdaptiveViT = self._model
-        recorded = self._engine is not None and not watched_everywhere()
+        recorded = self._engine is not None and not has_global_hooks()
         if not recorded or not isinstance(images, Tensor):
-            model.check_images(images)  # of sizes it has recorded, the engine knows
+            model.check_images(images)  # the engine checks images itself, when it records a new size
         self._check_place(images)
         if depths is None:
             model.method.tell_unready()
@@ -102,22 +102,20 @@ class PreparedViT(Prepared):
     def inputs(
         self, images: Tensor, depths: Tensor | None = None, operating_point: Tensor | None = None
     ) -> list[Tensor | None]:
-        """Where a batch like this one is read; on a CPU where it lies. See `Engine.inputs`."""
-        return (
-            [images, depths, operating_point]
-            if self._engine is None
-            else self._engine.inputs(images, depths, operating_point)
-        )
+        """The tensors from which a batch of this size is read, see `Engine.inputs`; on a CPU the given ones."""
+        if self._engine is None:
+            return [images, depths, operating_point]
+        return self._engine.inputs(images, depths, operating_point)
 
     def path(self, images: Tensor) -> str:
-        """What runs a batch like this one: 'graph' or 'packed'."""
+        """How a batch of this size is run: 'graph' or 'packed'."""
         if self._engine is not None:
             return self._engine.path(images)
         return "packed" if self._graphs is None or self._graphs.graph(images) is None else "graph"
 
 
 def quickest(model: Any, images: int | None = None, details: bool = False) -> Callable[..., Output]:
-    """The model prepared; itself where no copy can be made of it."""
+    """The model prepared; the model itself where it cannot be copied."""
     try:
         return model.prepare(images, details)
     except DwindleError:
@@ -125,7 +123,7 @@ def quickest(model: Any, images: int | None = None, details: bool = False) -> Ca
 
 
 def frozen(model: nn.Module) -> nn.Module:
-    """A copy in eval mode, without gradients. Hooks are called as before; dropout that somebody left on stays on."""
+    """A copy in eval mode, without gradients. It calls the same hooks; a part left in training mode stays in it."""
     shared: dict[int, Any] = {}
     for name, module in model.named_modules():
         if replaced(module):
@@ -134,12 +132,12 @@ def frozen(model: nn.Module) -> nn.Module:
                 "original; call the model itself instead of preparing it."
             )
         for hooks in HOOKS:
-            if held := getattr(module, hooks, None):
-                shared[id(held)] = held.copy()  # what they call is not to be copied with them
+            if registered := getattr(module, hooks, None):
+                shared[id(registered)] = registered.copy()  # the objects that the hooks call are not copied
     try:
         with torch.inference_mode(False), torch.no_grad():
             made = copy.deepcopy(model, shared)
-    except Exception as error:  # sharded weights, a weight that is computed, a lock: whoever owns it says no
+    except Exception as error:  # such as sharded weights, a computed weight or a lock, each with an error of its own
         raise DwindleError(
             f"{type(model).__name__} holds something of which no copy can be made ({error}); call the model itself "
             "instead of preparing it."

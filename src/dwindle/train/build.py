@@ -1,4 +1,4 @@
-"""What a recipe trains: its backbone with its weights, and which parameters learn how fast."""
+"""The model of a recipe: its backbone with its weights, its heads, and the learning rates of its parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def teacher_classes(model: Any, images: Images, named: str, device: torch.device) -> Tensor | None:
-    """Which of a teacher's answers are about the images' classes; None: all, in this order."""
+    """The indices of the teacher's logits for the images' classes; None: all of them, in the same order."""
     found = match(
         images.classes,
         images.num_classes,
@@ -41,8 +41,10 @@ def teacher_classes(model: Any, images: Images, named: str, device: torch.device
 
 
 def build_vit(recipe: Recipe, classes: int | None) -> Any:
-    """The backbone a recipe names, with its weights. A head of another number of classes than the weights' starts anew;
-    None: it stays as it is."""
+    """The backbone that a recipe names, with its weights.
+
+    classes: a head of another number of classes is replaced by a new one; None: the head stays.
+    """
     if is_checkpoint(recipe.weights):
         vit = _from_checkpoint(recipe)
     elif Path(recipe.model).is_dir():
@@ -66,7 +68,7 @@ def build_vit(recipe: Recipe, classes: int | None) -> Any:
 
 
 def _from_folder(recipe: Recipe) -> Any:
-    """Of Hugging Face's."""
+    """The model of a Hugging Face folder."""
     vit = open_encoder(recipe.model)
     if isinstance(vit, AdaptiveViT):
         raise DwindleError(f"model = {recipe.model}: that is a checkpoint; give it as weights={recipe.model}.")
@@ -74,26 +76,26 @@ def _from_folder(recipe: Recipe) -> Any:
 
 
 def own_preprocess(recipe: Recipe) -> dict[str, Any]:
-    """How a folder of Hugging Face's wants its images, where the recipe names one."""
+    """The preprocessing settings in the recipe's Hugging Face folder; empty if it names none."""
     folder = not is_checkpoint(recipe.weights) and Path(recipe.model).is_dir()
-    held: dict[str, Any] = prepared_as(recipe.model).get("preprocess", {}) if folder else {}
-    return held
+    settings: dict[str, Any] = prepared_as(recipe.model).get("preprocess", {}) if folder else {}
+    return settings
 
 
 def build_head(recipe: Recipe, width: int, outputs: int) -> PatchHead:
-    """A head for patches; that of the weights, where they are a checkpoint that has one of this size."""
+    """A head for patches: a new one, or that of the checkpoint in `weights` if it has one of this size."""
     head = PatchHead(width, outputs)
     if recipe.weights is not None and is_checkpoint(recipe.weights):
         folder = find(recipe.weights)
         config, name = read_config(folder), "dense_head."
         if config.get("head") == head.config:
-            held = {n.removeprefix(name): w for n, w in read_both(folder, config).items() if n.startswith(name)}
-            fill(head, held, folder)
+            weights = {n.removeprefix(name): w for n, w in read_both(folder, config).items() if n.startswith(name)}
+            fill(head, weights, folder)
     return head
 
 
 def fill_method(model: AdaptiveViT, recipe: Recipe) -> None:
-    """The method as it was trained in the checkpoint that the backbone came from: planners, scalars, bar."""
+    """Load the method's weights (planners, scalars, bar) from the checkpoint of the backbone."""
     if recipe.weights is None or not is_checkpoint(recipe.weights):
         raise DwindleError(
             f"keep_method = True: weights = {recipe.weights} is no checkpoint whose method could go on; give the "
@@ -106,8 +108,8 @@ def fill_method(model: AdaptiveViT, recipe: Recipe) -> None:
             f"keep_method = True: {recipe.weights} holds {config['method']['name']}, but the recipe trains {name}; "
             "give a checkpoint of that method."
         )
-    held = {n.removeprefix("method."): w for n, w in read_both(folder, config).items() if n.startswith("method.")}
-    fill(model.method, held, folder)
+    weights = {n.removeprefix("method."): w for n, w in read_both(folder, config).items() if n.startswith("method.")}
+    fill(model.method, weights, folder)
 
 
 def _from_checkpoint(recipe: Recipe) -> Any:
@@ -122,7 +124,7 @@ def _from_checkpoint(recipe: Recipe) -> Any:
 
 
 def parameter_groups(model: AdaptiveViT, recipe: Recipe) -> list[dict[str, Any]]:
-    """The backbone and what was added each at its learning rate; no decay for vectors, scalars and embeddings."""
+    """Parameter groups: the backbone at `lr`, added parts at `method_lr`; vectors, scalars and embeddings undecayed."""
     scale = recipe.scaled(ranks.world())
     undecayed = set(getattr(model.vit, "no_weight_decay", set)())
     groups: dict[tuple[float, float, bool], list[Tensor]] = {}
@@ -131,7 +133,7 @@ def parameter_groups(model: AdaptiveViT, recipe: Recipe) -> list[dict[str, Any]]
             continue
         lr = scale * (recipe.method_lr if name.startswith(ADDED) else recipe.lr)
         plain = parameter.dim() <= 1 or name.removeprefix("vit.") in undecayed
-        scalar = not parameter.dim()  # apart from the rest, which may be sharded: torch updates one kind at a time
+        scalar = not parameter.dim()  # a group of its own: others may be sharded, and torch takes one kind at a time
         groups.setdefault((lr, 0.0 if plain else recipe.weight_decay, scalar), []).append(parameter)
     return [
         {"params": params, "lr": lr, "peak": lr, "weight_decay": decay} for (lr, decay, _), params in groups.items()

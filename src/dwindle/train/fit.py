@@ -1,8 +1,8 @@
-"""The recipe that makes a model's features true again at a budget, from images without labels; nothing here trains.
+"""The recipe of `dwindle fit`, which restores a model's features at a budget, from images without labels.
 
-The static model teaches the states of class token and patches (the task 'features'). Little of the model learns: norms,
-scales and biases, the planners of a method that has some, and a small layer that says what a token gets back that
-stopped early.
+The static model teaches the states of class token and patches (the task 'features'). Few weights are trained: norms,
+scales and biases, the planners of a method that has some, and the small `GiveBack` layer, which computes the final
+states of tokens that stopped early.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .recipe import Recipe, changed
 
 log = logging.getLogger("dwindle")
 LEARNS = ("return", "small", "all")
-STEPS = 4  # that are timed, after one that warms up
-HIDDEN = 128  # neurons of the return
+STEPS = 4  # steps that are timed, after one that warms up
+HIDDEN = 128  # neurons of the `GiveBack` layer
 
 
 def fit_recipe(
@@ -44,8 +44,10 @@ def fit_recipe(
     image_size: int | None = None,
     settings: Sequence[str] = (),
 ) -> Recipe:
-    """model: a timm name, a folder of Hugging Face's or a checkpoint. learns: 'return', only the layer that gives back
-    (and planners); 'small', norms, scales and biases too; 'all'. settings: of the recipe, as `dwindle train --set`.
+    """The recipe for a model and a budget.
+
+    model: a timm name, a Hugging Face folder or a checkpoint. learns: what is trained: 'return', only the `GiveBack`
+    layer and planners; 'small', norms, scales and biases too; 'all'. settings: changes, as in `dwindle train --set`.
     """
     if learns not in LEARNS:
         raise unknown("choice of what learns", learns, LEARNS)
@@ -83,11 +85,11 @@ def fit_recipe(
 
 
 class _Enough(Exception):
-    """As many steps as are timed."""
+    """Raised to end a run after the steps that are timed."""
 
 
 def epochs_in(recipe: Recipe, data: str, minutes: float, device: str | None, **given: Any) -> int:
-    """How many epochs there is time for, by a few steps that are timed and forgotten; at least one."""
+    """How many epochs fit into so many minutes, at least one. It times a few steps of a run that is then discarded."""
     if not 0 < minutes < 1e6:
         raise DwindleError(f"--minutes {minutes:g}: give a number above 0.")
     if ranks.started() > 1:
@@ -95,7 +97,7 @@ def epochs_in(recipe: Recipe, data: str, minutes: float, device: str | None, **g
     times: list[float] = []
 
     def tick(step: int, steps: int, terms: Any) -> None:
-        times.append(time.perf_counter() + 0 * float(terms["total"]))  # a GPU is waited for
+        times.append(time.perf_counter() + 0 * float(terms["total"]))  # float() waits for the GPU
         if len(times) > STEPS:
             raise _Enough
 
@@ -115,16 +117,16 @@ def with_epochs(recipe: Recipe, epochs: int) -> Recipe:
 
 
 def fitted(run: Run, batch: int) -> dict[str, Any]:
-    """What came of a run: its model against its teacher, on the images to evaluate on. Kept in its card too."""
+    """The agreement of a run's model with its teacher on the evaluation images; also added to the checkpoint."""
     model, images, teacher = run.best_model, run.task.eval_images, run.learner.teacher
     assert teacher is not None
     images.transform = run.task.preprocess.eval_transform()
-    found = agreement(model, tensors(images, batch), teacher.model, count=len(images), device=run.device).summary()
-    kept = load(run.out)
-    kept.extra["results"] = kept.extra.get("results", {}) | found
-    save(kept, run.out)
+    metrics = agreement(model, tensors(images, batch), teacher.model, count=len(images), device=run.device).summary()
+    saved = load(run.out)
+    saved.extra["results"] = saved.extra.get("results", {}) | metrics
+    save(saved, run.out)
     write_card(run.out)
-    goal = budget_share(run.recipe.method_options["budget"], model.backbone.shape)
-    if abs(found["cost"] / goal - 1) > 0.05:
-        log.warning("asked for %.3f of the static cost, reached %.3f: the method cannot go there", goal, found["cost"])
-    return found
+    goal, cost = budget_share(run.recipe.method_options["budget"], model.backbone.shape), metrics["cost"]
+    if abs(cost / goal - 1) > 0.05:
+        log.warning("asked for %.3f of the static cost, reached %.3f: the method cannot go there", goal, cost)
+    return metrics

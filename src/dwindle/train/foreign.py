@@ -1,4 +1,4 @@
-"""Any model of timm's as a teacher, a CNN too: of it only answers can be learnt."""
+"""Any timm model as a teacher, such as a CNN. Only its logits can be learnt."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..io.images import Preprocess
 
 
 class Foreign(nn.Module):
-    """It is given images as another model wants them, and sees them as it wants them itself."""
+    """A timm model that takes images normalised for another model, and normalises them for itself."""
 
     def __init__(self, model: Any, images: Preprocess) -> None:
         super().__init__()
         own = model.pretrained_cfg
         self.model, self.classes = model, int(model.num_classes)
-        mean, std = (torch.tensor(given)[:, None, None] for given in (images.mean, images.std))
+        mean, std = (torch.tensor(values)[:, None, None] for values in (images.mean, images.std))
         own_mean, own_std = (torch.tensor(own.get(n, getattr(images, n)))[:, None, None] for n in ("mean", "std"))
         self.scale: Tensor
         self.shift: Tensor
@@ -41,7 +41,7 @@ def is_foreign(name: str) -> bool:
 
 
 def foreign(name: str, weights: str | None, images: Preprocess, classes: int) -> Foreign:
-    """The timm model of this name, with these weights (a file), or its pretrained ones."""
+    """The timm model of this name as a teacher. weights: a file; None: its pretrained ones. images: the student's."""
     import timm
 
     if weights is not None and not Path(weights).is_file():

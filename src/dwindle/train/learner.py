@@ -1,4 +1,4 @@
-"""What the trainer asks of a family of models."""
+"""The interface between the trainer and a family of models."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..core import processes as ranks
 from ..tasks.base import Answers
 from .teacher import Teacher
 
-WORTH_COMPILING = 200_000  # images; compiling takes about as long as these take without
+WORTH_COMPILING = 200_000  # images of a run: compiling takes about as long as training on these without it
 
 
 class Learner:
-    """A model that learns a task: how a recipe builds it, what a batch teaches it, and how it is judged.
+    """A model that learns a task: how a recipe builds it, the loss of a batch, and its evaluation.
 
-    A family of models defines one, and its recipe's `learner()` names it. The loop, the processes, the averaging and
-    the saving are `Run`'s.
+    A family of models defines a subclass, which its recipe's `learner()` returns. `Run` has the loop, the processes,
+    the averaging of weights and the saving.
     """
 
     several = True  # whether several processes may train it
-    learns: ClassVar[tuple[Answers, ...]] = ()  # the kinds of answers it can be taught
-    searchable = False  # whether its rows say `top1`, `gmacs` and `gmacs_static`, which a search weighs
-    what = "This model"  # in sentences
+    learns: ClassVar[tuple[Answers, ...]] = ()  # the kinds of outputs that it can learn
+    searchable = False  # whether its metrics have `top1`, `gmacs` and `gmacs_static`, which a search needs
+    what = "This model"  # its name in errors
     model: Any
     teacher: Teacher | None = None
     recording = False  # whether a step is recorded as a CUDA graph
@@ -38,12 +38,12 @@ class Learner:
 
     @property
     def name(self) -> str:
-        """Whose step it is, where one cannot be recorded."""
+        """The model's name in the error for a step that cannot be recorded."""
         return type(self.model).__name__
 
     # Before training.
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """For the optimiser; `rate` may read what they hold."""
+        """The optimiser's parameter groups, which `rate` is called with."""
         raise NotImplementedError
 
     def optimizer(self) -> torch.optim.Optimizer:
@@ -64,39 +64,39 @@ class Learner:
 
     # While training.
     def rate(self, step: int, group: dict[str, Any]) -> float:
-        """The learning rate of these parameters."""
+        """The learning rate of a parameter group at a step."""
         raise NotImplementedError
 
     def begin_epoch(self, run: Any) -> None:
-        """run: what trains it, whose optimiser and weights may be changed here."""
+        """Called before each epoch. run: the `Run`, whose optimiser and weights may be changed here."""
 
     def begin_step(self, progress: float) -> None:
-        """progress: the share of the steps that are done."""
+        """Called before each step. progress: the share of the steps that are done."""
 
     def inputs(self, x: Tensor, y: Tensor, step: int, seen: int) -> dict[str, Tensor]:
-        """All that a step needs, by name: one row for each image or sequence, unless the recipe has one micro-batch.
+        """All inputs of a step, by name. With several micro-batches they must have a row for each image or sequence.
 
         seen: the first step that saw the same batch.
         """
         return {"x": x, "y": y}
 
     def weights(self) -> Tensor | None:
-        """Numbers that change from step to step without being in `inputs`, for a recorded step."""
+        """Weights of the terms that change from step to step, as an input of a recorded step; None: there are none."""
         return None
 
     def terms(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The loss of a micro-batch in its terms, and their sum under "total"."""
+        """The terms of the loss of a micro-batch, and their sum as "total"."""
         raise NotImplementedError
 
     def end_step(self, terms: dict[str, Tensor]) -> None:
-        """terms: their means over all processes."""
+        """Called after each step. terms: their means over all processes."""
 
     def finish(self, models: list[nn.Module]) -> None:
-        """After the last step, before evaluation. models: the trained one, and the average where there is one."""
+        """Called after the last step, before evaluation. models: the trained one, and the averaged one if any."""
 
-    # What is told.
+    # Metrics.
     def row(self, seconds: float, steps: int) -> dict[str, float]:
-        """More columns of the metrics. seconds: what the epoch's steps took."""
+        """More columns of an epoch's metrics. seconds, steps: of the epoch's training."""
         return {}
 
     def evaluate(self, model: Any, **options: Any) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The one loop that trains: every model, on every task."""
+"""The training loop of every model on every task."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .state import Claim, random_state, read_state, restore_random, write_metric
 from .step import Step, full_state, load_full_state, shard
 from .teacher import Answers
 
-PATIENCE = 60.0  # seconds after which an epoch is saved whatever `save_every` says: it is for epochs of seconds
+PATIENCE = 60.0  # seconds since the last save after which every epoch is saved: `save_every` is for short epochs
 Tick = Callable[[int, int, dict[str, Tensor]], None]
 
 
 class Run:
-    """A recipe on its data, writing to a folder. `epochs()` yields the numbers of each epoch as it ends."""
+    """A training run: a recipe on its data, writing to a folder. `epochs()` yields the metrics of each epoch."""
 
     def __init__(
         self,
@@ -48,9 +48,10 @@ class Run:
         resident: Any = None,
         answers: Answers | None = None,
     ) -> None:
-        """data, eval_data: names or folders; opened, resident: the same, opened and decoded by an earlier run (see
-        `Source`). limit: only so many images of each. answers: what the teacher said to an earlier run on the same
-        batches, or where to leave it."""
+        """data, eval_data: names or folders. limit: only so many images of each. opened, resident: the data opened and
+        decoded by an earlier run (see `Source`). answers: the teacher's outputs of earlier runs on the same batches, to
+        which this run adds its own.
+        """
         self.recipe: Any = recipe.on(data)
         self.out = Path(out)
         recipe = self.recipe
@@ -76,10 +77,10 @@ class Run:
         if self.learner.worth_compiling():
             self.learner.compile()
         self.epoch, self.step = 0, 0
-        self.seconds_per_epoch = 0.0  # of the latest, evaluation and saving left out
+        self.seconds_per_epoch = 0.0  # of the latest epoch, without evaluation and saving
         self.history: list[dict[str, float]] = []
-        self.noted = 0  # rows of it that TensorBoard has
-        if ranks.rank():  # from here on chance, such as dropout, is each process's own
+        self.logged = 0  # rows of the history that are in TensorBoard's file
+        if ranks.rank():  # from here on each process has its own random numbers, such as for dropout
             torch.manual_seed(mix(recipe.seed, ranks.rank()))
         if resume:
             self._restore()
@@ -97,7 +98,7 @@ class Run:
 
     @property
     def best_model(self) -> Any:
-        """The one to evaluate and save: the average of the weights where there is one."""
+        """The model to evaluate and save: the one with averaged weights, if they are averaged."""
         return self.average.module if self.average else self.model
 
     @property
@@ -105,17 +106,17 @@ class Run:
         return self.task.steps_per_epoch
 
     def seen(self, epoch: int) -> int:
-        """The first epoch that saw what this one sees."""
+        """The first epoch with the same batches as this one."""
         return epoch % self.recipe.views if self.recipe.views else epoch
 
     @property
     def seen_step(self) -> int:
-        """The first step that saw what this one sees."""
+        """The first step with the same batch as the present one."""
         epoch, at = divmod(self.step, self.steps_per_epoch)
         return self.seen(epoch) * self.steps_per_epoch + at
 
     def epochs(self, tick: Tick | None = None) -> Iterator[dict[str, float]]:
-        """Train what is left to train. `tick(step, steps, terms)` is called after every step."""
+        """Train the epochs that are left and yield their metrics. `tick(step, steps, terms)` is called at each step."""
         with self.claim:
             yield from self._epochs(tick)
 
@@ -133,14 +134,14 @@ class Run:
             at = {"epoch": self.epoch, "step": self.step}[task.numbered_by]
             numbers = {task.numbered_by: at, **numbers, **self.learner.row(self.seconds_per_epoch, self.step - since)}
             self.history.append(numbers)
-            due = ranks.gathered(time.monotonic() - saved > PATIENCE)[0]  # saving is the work of all processes
+            due = ranks.gathered(time.monotonic() - saved > PATIENCE)[0]  # all processes must save together
             if last or due or self.epoch % task.save_every == 0:
                 self._save()
                 saved = time.monotonic()
             yield numbers
 
     def evaluate(self, model: Any = None, **options: Any) -> dict[str, float]:
-        """The best model, or another, as its family judges it."""
+        """The family's metrics of a model; None: of the best model."""
         return self.learner.evaluate(model or self.best_model, **options)
 
     def _train_epoch(self, tick: Tick | None) -> dict[str, float]:
@@ -179,7 +180,7 @@ class Run:
         return terms
 
     def _save(self) -> None:
-        """The model first, then the state that vouches for it: a kill in between repeats this epoch's saving."""
+        """Save the checkpoint first, then the state: after a kill in between, this epoch is trained and saved again."""
         task = self.task
         task.gather()
         extra = task.extra() | {"recipe": self.recipe.told(), "results": self.history[-1] | task.about()}
@@ -191,7 +192,7 @@ class Run:
         save(self.best_model, self.out, extra=extra, weights=weights if self.sharded else None)
         write_card(self.out)
         task.write(self.out)
-        self.noted = write_metrics(self.out, self.history, self.noted, by=task.numbered_by)
+        self.logged = write_metrics(self.out, self.history, self.logged, by=task.numbered_by)
         state = {
             "epoch": self.epoch,
             "step": self.step,
@@ -208,7 +209,7 @@ class Run:
     def _restore(self) -> None:
         state = read_state(self.out, self.given, self.recipe)
         self.epoch, self.step, self.history = state["epoch"], state["step"], state["history"]
-        self.noted = len(self.history)
+        self.logged = len(self.history)
         self.task.check_state(state, self.out)
         randoms = state["random"]
         if len(randoms) != ranks.world() and not getattr(self.recipe, "global_batch", 0):
@@ -231,13 +232,12 @@ class Run:
             self.optimizer.load_state_dict(state["optimizer"])
         if len(randoms) == ranks.world():
             restore_random(randoms[ranks.rank()], self.device)
-        else:  # what images are seen, and how, follows from seed, epoch and image; chance, such as dropout, begins anew
+        else:  # images and augmentation follow from seed and epoch; other random numbers, as of dropout, start anew
             torch.manual_seed(mix(self.recipe.seed, self.step, ranks.rank()))
 
 
 def check_task(recipe: Training) -> type[Learner]:
-    """What learns by the recipe, if it can be taught the recipe's task; a setting that the task does not look at is
-    refused."""
+    """The class that the recipe trains. Refuses a task it cannot learn, and settings that the task does not use."""
     kind, task = recipe.learner(), task_named(recipe.task)
     if task.answers not in kind.learns:
         known = listed(sorted(name for name, other in Task.registry.items() if other.answers in kind.learns))

@@ -1,4 +1,4 @@
-"""A narrower network, cut from a trained one: what an adaptive one has to beat, beside a shallower one."""
+"""A narrower network cut from a trained one: a baseline for adaptive models, beside shallower networks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from ..errors import DwindleError
 
 
 def narrowed(vit: Any, heads: int) -> Any:
-    """The first heads of a timm model, and the first channels everywhere that go with them (as HydraViT nests its
-    networks). It has to be trained: what it answers by the weights left to it means little."""
+    """A timm model cut to its first heads and, everywhere, their channels, as HydraViT nests its networks.
+
+    It has to be trained afterwards.
+    """
     backbone = backbone_of(vit)
     if not isinstance(backbone, TimmViT):
         raise DwindleError(
@@ -39,7 +41,7 @@ def narrowed(vit: Any, heads: int) -> Any:
 
 
 def _part(name: str, wide: Tensor, like: Tensor, heads: int) -> Tensor:
-    """The leading part of a weight. Queries, keys and values lie one after the other, each head after head."""
+    """The leading part of a weight. In `qkv` queries, keys and values follow one another, each ordered by heads."""
     if ".attn.qkv." in name:
         split = wide.unflatten(0, (3, heads, -1))
         kept = split[:, : like.shape[0] // (3 * split.shape[2])].flatten(0, 2)

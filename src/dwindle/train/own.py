@@ -1,4 +1,4 @@
-"""A recipe for a model of one's own: what `dwindle train --model M --method AHT` trains, without a function for it."""
+"""A recipe for any model, without a recipe function of its own: that of `dwindle train --model M --method AHT`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ def own_recipe(
     weights: str | None = None,
     image_size: int | None = None,
 ) -> Recipe:
-    """The paper's fine-tuning of a timm name, a folder of Hugging Face's or a checkpoint. budget: by itself 0.67 of the
-    static cost, for methods that hold one. epochs: by itself the recipe's."""
+    """The paper's fine-tuning of a model.
+
+    model: a timm name, a Hugging Face folder or a checkpoint. budget: None: 0.67 of the static cost, for methods that
+    train with a budget. epochs: None: the default of `Recipe`.
+    """
     if method not in Method.registry:
         raise unknown("method", method, Method.registry)
     holds = "budget" in parameters(Method.registry[method])
@@ -36,8 +39,11 @@ def own_recipe(
 
 
 def placed(recipe: Recipe, model: str, weights: str | None) -> Recipe:
-    """With the model where the trainer looks for it: a timm name and its weights, a folder of Hugging Face's, or a
-    checkpoint's weights and what its config calls them."""
+    """The recipe with `model` and `weights` set.
+
+    model: a timm name, with its weights; a Hugging Face folder; or a checkpoint, which then gives the weights, and the
+    timm name that its config holds.
+    """
     import timm
 
     if timm.is_model(model) or not is_checkpoint(model):

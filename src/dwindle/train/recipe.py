@@ -28,7 +28,7 @@ Parallel = Literal["ddp", "fsdp"]
 
 @dataclass
 class Training:
-    """What every run depends on, whatever learns. The trainer reads these, a family's recipe adds its own."""
+    """The settings that the trainer reads, for any model. A family's recipe adds its own settings."""
 
     task: str = "classify"
     method: str = "AHT"
@@ -43,11 +43,11 @@ class Training:
     compile: bool | None = None  # None: on a GPU, when the run is long enough to win the time back
     accumulate: Whole1 = 1  # micro-batches a batch is cut into
     parallel: Parallel = "ddp"  # under torchrun: 'ddp', or 'fsdp' to spread the weights of a large backbone
-    views: Whole0 = 0  # epochs after which batches come again as they were, so that a teacher is asked once; 0: never
+    views: Whole0 = 0  # epochs after which the same batches repeat, so that a teacher's outputs are reused; 0: never
     seed: Seed = 0
 
     def halves(self, device: torch.device) -> bool:
-        """Whether training computes in bf16 on this device."""
+        """Whether training uses bf16 autocast on this device."""
         return halves(device, self.amp, self.cpu_amp)
 
     def check(self) -> None:
@@ -55,66 +55,64 @@ class Training:
         check_fields(self)
 
     def learner(self) -> type[Learner]:
-        """What of a family is trained by this recipe."""
+        """The family's class that this recipe trains."""
         raise NotImplementedError
 
     def on(self, data: str | None) -> Self:
-        """The recipe with this data, for those that name their own."""
+        """The recipe with this data, for recipes that hold the name of their data."""
         return self
 
     def told(self) -> dict[str, Any]:
-        """As a checkpoint keeps it: without folders of this machine, and what the task does not look at."""
+        """The settings as a checkpoint holds them: without this machine's folders and those the task does not use."""
         unused = task_named(self.task).unused
-        given = {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
-        return given | {"weights": Path(given["weights"] or "none").name}
+        settings = {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
+        return settings | {"weights": Path(settings["weights"] or "none").name}
 
 
 @dataclass
 class Recipe(Training):
-    """Defaults are AHT-ViT section 3.5 and DeiT's fine-tuning."""
+    """The recipe of a vision transformer. Defaults are those of AHT-ViT section 3.5 and of DeiT's fine-tuning."""
 
     model: str = "deit_small_patch16_224"  # timm model name
     weights: str | None = "pretrained"  # 'pretrained' (timm's on the Hub), a .safetensors/.pth file, a checkpoint, None
     image_size: ImageSize | None = None  # None: the model's own
-    heads: Whole1 | None = None  # so many of the model's, and the channels that go with them; None: all
+    heads: Whole1 | None = None  # only the model's first so many heads, and the channels of these; None: all
 
     epochs: Whole1 = 50
-    global_batch: Batch | Literal[0] = 0  # images of a step, of all processes together, in place of `batch`; 0: so many
-    # times `batch`
-    lr_batch: Batch | Literal[0] = 0  # the batch, of all processes, that lr is meant for: with another it is scaled, in
-    # proportion; 0: lr is as given
-    keep_method: bool = False  # the method goes on as it was trained in the checkpoint `weights`, not as it begins
-    method_lr: AtLeast0 = 1e-3  # planners and scalars start from nothing, the backbone does not
+    global_batch: Batch | Literal[0] = 0  # images of a step over all processes, in place of `batch` of each; 0: `batch`
+    lr_batch: Batch | Literal[0] = 0  # lr is meant for this batch over all processes, and scaled to another; 0: never
+    keep_method: bool = False  # start from the method's weights in the checkpoint `weights`, not from new ones
+    method_lr: AtLeast0 = 1e-3  # higher than lr: planners and scalars are not pretrained, as the backbone is
     warmup_epochs: AtLeast0 = 1.0
     smoothing: Share = 0.1
     freeze_backbone: bool = False
-    small: bool = False  # of the backbone only norms, scales and biases learn
-    give_back: dict[str, Any] = field(default_factory=dict)  # settings of `core.give_back.GiveBack`; {}: none of it
+    small: bool = False  # train only norms, scales and biases of the backbone
+    give_back: dict[str, Any] = field(default_factory=dict)  # settings of `core.give_back.GiveBack`; {}: do not use it
     layout: Layout = "masked"  # 'packed': only live tokens; for methods whose decisions are hard in training
 
     teacher: str | None = None  # 'static': the backbone as it was before training; a checkpoint; a timm model's name
-    teacher_weights: str | None = None  # of a timm model, a file; None: its pretrained ones
-    distill: str = "soft"  # 'soft' or 'hard' answers of the teacher; 'token': hard, on DeiT's distillation token
-    teacher_weight: AtLeast0 = 1.0  # of the distillation beside the task loss
+    teacher_weights: str | None = None  # a file with a timm teacher's weights; None: its pretrained ones
+    distill: str = "soft"  # 'soft' or 'hard' labels of the teacher; 'token': hard, on DeiT's distillation token
+    teacher_weight: AtLeast0 = 1.0  # weight of the distillation loss
     teacher_temperature: Above0 = 1.0
-    label_weight: AtLeast0 = 1.0  # of the cross-entropy with the labels
+    label_weight: AtLeast0 = 1.0  # weight of the cross-entropy with the labels
 
-    resident: bool | None = None  # data on the device as uint8; None: on a GPU, when it fits
+    resident: bool | None = None  # keep the data on the device as uint8; None: on a GPU, if it fits
     augment: str | None = "rand-m9-mstd0.5-inc1"  # timm's name of a RandAugment
-    min_scale: Share = 0.08
-    jitter: Share = 0.0  # of brightness, contrast and saturation
+    min_scale: Share = 0.08  # least share of the image's area in a random crop
+    jitter: Share = 0.0  # strength of changes in brightness, contrast and saturation
     erase: Share = 0.25  # share of the images of which a rectangle is erased
     mixup: AtLeast0 = 0.0  # alpha of timm's Mixup and CutMix
     cutmix: AtLeast0 = 0.0
     mix_prob: Share = 1.0  # share of the batches that are mixed
-    skip_corrupt: bool = False  # images that cannot be read: others of their class in their place
+    skip_corrupt: bool = False  # replace images that cannot be read by others of their class
     workers: Workers = 2
     eval_every: Whole1 = 1  # epochs
-    holdout: Annotated[float, Within(0, 1, under=True)] = 0.1  # of the images, to evaluate on where there are no others
-    save_every: Whole1 = 1  # epochs; what a kill may cost, if they take less than a minute together
+    holdout: Annotated[float, Within(0, 1, under=True)] = 0.1  # share of images to evaluate on, if there is no split
+    save_every: Whole1 = 1  # epochs between saves, if they take less than a minute; a kill loses those since the last
 
     def check(self) -> None:
-        """Settings that cannot work, before anything is read or written."""
+        """Refuse settings that cannot work, before anything is read or written."""
         check_fields(self)
         if self.distill not in DISTILLATIONS:
             raise unknown("distill", self.distill, DISTILLATIONS)
@@ -130,7 +128,7 @@ class Recipe(Training):
             planner(self.augment, 224, (0.5, 0.5, 0.5), "bicubic")
 
     def share(self, processes: int) -> int:
-        """Images of a step of one of so many processes."""
+        """Images per step of each of so many processes."""
         if not self.global_batch:
             return self.batch
         fits = self.global_batch % processes == 0
@@ -138,7 +136,7 @@ class Recipe(Training):
         return self.global_batch // processes
 
     def scaled(self, processes: int) -> float:
-        """What learning rates are multiplied by: linear in the batch."""
+        """The factor of the learning rates, which is linear in the batch over all processes."""
         return self.share(processes) * processes / self.lr_batch if self.lr_batch else 1.0
 
     def learner(self) -> type[Learner]:
@@ -149,7 +147,7 @@ class Recipe(Training):
 
 
 def made(role: str, name: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """The method (or router) of that name with these options, or what is wrong with them."""
+    """The method (or router) of this name with these options. role: names it in the error for an unknown name."""
     if name not in known:
         raise unknown(role, name, known)
     return known[name](**options)
@@ -178,6 +176,7 @@ def changed(recipe: Any, settings: Iterable[str]) -> Any:
 
 
 def _value(text: str) -> Any:
+    """The text as a Python literal, if it is one; else the text itself."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

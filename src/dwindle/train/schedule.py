@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step, so that a resumed run needs to know nothing else."""
+"""Learning rates as functions of the step alone, so that a resumed run needs no other state."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a run keeps in its folder: the state to resume from, and its numbers. A kill at any moment loses no more than
-what came after the last save."""
+"""The files of a run: the state to resume from, and its metrics. A kill at any moment loses only what came after the
+last save."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from ..errors import DwindleError
 from ..files import check_folder, draft, lock, unlock, writing
 
 STATE = "state.pt"
-BEGUN = ".begun"  # in the folder of a run that has not ended
+BEGUN = ".begun"  # a file in the folder of a run that has not ended
 
 
 class Claim:
-    """A run's folder, which one run at a time writes to: `with claim:` while it trains. Refused are a folder that holds
-    another run, or none to resume, or that nothing can be written to, or in which another run is at work.
+    """A lock on a run's folder, so that one run at a time writes to it: `with claim:` while it trains.
 
-    The file system gives the folder back when the process ends, however it ends. The mark that is locked stays where a
-    run was killed, so that --resume knows one that was killed before its first save. Of several processes one claims.
+    It refuses a folder that holds another run, or none to resume, that cannot be written to, or that another run has
+    locked. The file system releases the lock when the process ends in any way. The locked file stays after a kill: it
+    distinguishes a run killed before its first save. Of several processes only the first one locks.
     """
 
     def __init__(self, out: Path, resume: bool) -> None:
         self.out, self.mark = out, out / BEGUN
         self.file: int | None = None
         self.state: tuple[int, int] | None = None
-        _of_all(partial(self._look, resume))
+        _on_first_process(partial(self._check, resume))
 
     def __enter__(self) -> None:
-        _of_all(self._begin)
+        _on_first_process(self._begin)
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if self.file is not None:
             self.state = self._stamp()
             self._end(stopped=kind is not None and not issubclass(kind, DwindleError))
 
-    def _look(self, resume: bool) -> None:
+    def _check(self, resume: bool) -> None:
         check_folder(self.out)
         if self.mark.exists():
             self._lock()
@@ -68,7 +68,7 @@ class Claim:
             raise DwindleError(f"Another run wrote to {self.out} since this one was begun; choose another --out.")
 
     def _end(self, stopped: bool = False) -> None:
-        """Take away what this run only held, unless it was stopped, to go on some day."""
+        """Unlock the folder. Unless the run was stopped, remove the locked file and the empty folders that it made."""
         if not stopped:
             self.mark.unlink(missing_ok=True)
         self._unlock()
@@ -87,13 +87,13 @@ class Claim:
         self.file = None
 
     def _stamp(self) -> tuple[int, int] | None:
-        """Of the state: another file is another state."""
+        """An identifier of the state file, which changes when the file is written; None: there is none."""
         path = self.out / STATE
         return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
 
 
-def _of_all(step: Callable[[], None]) -> None:
-    """Done by one of several processes; what refuses it refuses all."""
+def _on_first_process(step: Callable[[], None]) -> None:
+    """Call `step` on the first process. If it raises a DwindleError, all processes raise it."""
     refusal = None
     if ranks.rank() == 0:
         try:
@@ -108,7 +108,7 @@ def write_state(out: Path, state: dict[str, Any]) -> None:
     with draft(out / STATE) as place:
         try:
             torch.save(state, place)
-        except RuntimeError as error:  # so torch says that a file could not be written
+        except RuntimeError as error:  # torch's error for a file that could not be written
             raise OSError(str(error).partition("\n")[0]) from error
 
 
@@ -118,18 +118,19 @@ def defaults(recipe: Any) -> dict[str, Any]:
 
 
 def differing(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """The settings of `new` that were others, for people; old: as JSON has them."""
-    now = json.loads(json.dumps(new))
-    return ", ".join(f"{name}={old.get(name)} (now {value})" for name, value in now.items() if old.get(name) != value)
+    """The settings of `new` that differ from `old`, as text; empty if none does. old: as read from JSON."""
+    new = json.loads(json.dumps(new))
+    return ", ".join(f"{name}={old.get(name)} (now {value})" for name, value in new.items() if old.get(name) != value)
 
 
 def read_state(out: Path, given: dict[str, Any], recipe: Any) -> dict[str, Any]:
-    """The state of a run that was started with the same settings (`given`, kept in it as JSON). Settings that were not
-    there yet count as what they are in a plain recipe of the same kind.
+    """The state of a run. Refuses one that was started with other settings than `given`.
+
+    The state holds its settings as JSON. Settings that did not exist then have the defaults of the recipe's class.
     """
     path = out / STATE
     try:
-        with ZipFile(path) as file:  # torch writes the checksums of its parts, and reads past them
+        with ZipFile(path) as file:  # torch writes checksums, but does not check them
             if part := file.testzip():
                 raise BadZipFile(part)
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -156,8 +157,8 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def write_metrics(out: Path, history: list[dict[str, float]], noted: int = 0, by: str = "epoch") -> int:
-    """metrics.csv, and TensorBoard's file from row `noted` on; returns how many rows are noted now."""
+def write_metrics(out: Path, history: list[dict[str, float]], logged: int = 0, by: str = "epoch") -> int:
+    """Write metrics.csv, and add the rows from `logged` on to TensorBoard's file. Returns how many rows are in it."""
     names = list(dict.fromkeys(name for row in history for name in row))
     with draft(out / "metrics.csv") as place, place.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
@@ -166,9 +167,9 @@ def write_metrics(out: Path, history: list[dict[str, float]], noted: int = 0, by
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        return noted
+        return logged
     with writing(out / "tensorboard"), _quiet_threads(), SummaryWriter(str(out / "tensorboard")) as board:
-        for row in history[noted:]:
+        for row in history[logged:]:
             for name, value in row.items():
                 board.add_scalar(name, value, int(row[by]))
     return len(history)
@@ -176,7 +177,7 @@ def write_metrics(out: Path, history: list[dict[str, float]], noted: int = 0, by
 
 @contextmanager
 def _quiet_threads() -> Iterator[None]:
-    """TensorBoard writes in a thread, whose error is raised here as well: it is said once."""
+    """Within, threads do not print their errors: that of TensorBoard's writing thread is raised here as well."""
     before, threading.excepthook = threading.excepthook, lambda _: None
     try:
         yield

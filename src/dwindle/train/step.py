@@ -1,4 +1,7 @@
-"""One optimiser step: the loss of a batch, its gradients, exchanged and clipped. Recorded where that pays."""
+"""One optimiser step: the loss of a batch, its gradients averaged over processes, clipping, and the update.
+
+Loss and gradients are recorded as a CUDA graph where `Learner.recording` says so.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from .record import Recorded, record
 
 
 class LossModule(nn.Module):
-    """From the inputs of a step, in the order of `names`, to the terms of its loss."""
+    """The terms of the loss, as a module of the inputs of a step in the order of `names`."""
 
     def __init__(self, learner: Learner) -> None:
         super().__init__()
-        self.model = learner.model  # whose parameters are to be found in here
+        self.model = learner.model  # a submodule, so that DDP finds its parameters
         self.learner = learner
         self.names: tuple[str, ...] = ()
 
@@ -47,7 +50,7 @@ class Step:
         return self.learner.recording and not ranks.together() and self.recipe.accumulate == 1
 
     def forget(self) -> None:
-        """Give back the memory of what was recorded."""
+        """Free the memory of the recordings."""
         self.recorded = None
         if self.learner.teacher is not None:
             self.learner.teacher.recorded = None
@@ -70,20 +73,20 @@ class Step:
         return dict(zip(sums, ranks.mean(torch.stack(list(sums.values())))))
 
     def _replayed(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """By the recording; a new one where a step needs other inputs than the one before."""
+        """The terms, by the recording; inputs of other names than the recorded ones are recorded anew."""
         weights = self.learner.weights()
-        given = inputs if weights is None else inputs | {"weights": weights}
-        if self.recorded is None or self.bare.names != tuple(given):
-            self.recorded, self.bare.names = None, tuple(given)
-            first = [value.to(self.learner.device) for value in given.values()]
+        all_inputs = inputs if weights is None else inputs | {"weights": weights}
+        if self.recorded is None or self.bare.names != tuple(all_inputs):
+            self.recorded, self.bare.names = None, tuple(all_inputs)
+            first = [value.to(self.learner.device) for value in all_inputs.values()]
             self.recorded = record(self.backward, self.learner.model, *first, what=self.learner.name)
-            weights = self.learner.weights()  # now that the terms have their names
+            weights = self.learner.weights()  # again: the learner knows the names of its terms only now
         return self.recorded(*inputs.values(), *(() if weights is None else (weights,)))
 
     def _gradients(self, values: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """Of the batch, in as many micro-batches as the recipe says."""
+        """Accumulate the gradients of the batch over the recipe's micro-batches. Returns the means of the terms."""
         count = self.recipe.accumulate
-        parts = [values] if count == 1 else list(zip(*(given.chunk(count) for given in values)))
+        parts = [values] if count == 1 else list(zip(*(value.chunk(count) for value in values)))
         sums: dict[str, Tensor] = {}
         for i, part in enumerate(parts):
             share = len(part[0]) / len(values[0])
@@ -94,23 +97,23 @@ class Step:
         return sums
 
     def _exchange(self, last: bool) -> contextlib.AbstractContextManager:
-        """DDP exchanges gradients at the last micro-batch only; in its first step always, where it learns the graph."""
-        return (
-            contextlib.nullcontext()
-            if last or not self.begun or self.loss_module is self.bare
-            else self.loss_module.no_sync()
-        )
+        """The context of a micro-batch. DDP averages gradients at the last one only; in its first step, in which it
+        records the graph, at each."""
+        if last or not self.begun or self.loss_module is self.bare:
+            return contextlib.nullcontext()
+        return self.loss_module.no_sync()
 
     def backward(self, *values: Tensor, share: float = 1.0) -> dict[str, Tensor]:
+        """Add the gradients of `share` of the loss to the parameters. Returns the terms, detached."""
         terms = self.loss_module(*values)
         (share * terms["total"]).backward()
         return {name: value.detach().float() for name, value in terms.items()}
 
 
 def _exchanging(loss_module: LossModule, device: torch.device) -> nn.Module:
-    """DDP: gradients become their means over ranks."""
+    """The module under DDP, which averages gradients over ranks."""
     ddp = nn.parallel.DistributedDataParallel
-    # Buffers are moved by the same sums on every rank and need no broadcast; newer torch has a new name for this.
+    # Buffers are updated by the same sums on every rank, so they need no broadcast. Newer torch renamed this option.
     new = "forward_sync_buffers" in inspect.signature(ddp).parameters
     options: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": False}
     # A static graph: which parameters a method leaves unused does not change from step to step.
@@ -118,12 +121,12 @@ def _exchanging(loss_module: LossModule, device: torch.device) -> nn.Module:
 
 
 def shard(model: Any) -> None:
-    """FSDP2: every block's weights are spread over the ranks, and gathered while it runs."""
+    """Shard the model by FSDP2: every block's weights are spread over the ranks, and gathered while the block runs."""
     from torch.distributed.fsdp import fully_shard
 
     for block in model.backbone.blocks:
         fully_shard(block)
-    scalars = {p for p in model.parameters() if not p.dim()}  # cannot be sharded; `Step` averages their gradients
+    scalars = {p for p in model.parameters() if not p.dim()}  # they cannot be sharded: `Step` averages their gradients
     fully_shard(model, ignored_params=scalars)
 
 

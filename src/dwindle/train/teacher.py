@@ -1,4 +1,4 @@
-"""What a teacher answers to a batch. Runs that see the same batches ask it once."""
+"""A teacher's outputs for the batches of a run. Runs that see the same batches can share them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ..ops.half import autocast
 from ..ops.patches import cut_by_matmul
 from .record import Recorded, record
 
-KEPT = 6 << 30  # bytes
-SMALL = ("logits", "attention")  # what is kept: features would fill the room within an epoch
+KEPT = 6 << 30  # bytes of outputs that are kept
+SMALL = ("logits", "attention")  # the outputs that are kept: features would fill the room within an epoch
 Size = tuple[int, int]
 
 
 class Room:
-    """For answers, of all teachers who share it."""
+    """The memory for kept outputs, shared by several teachers."""
 
     def __init__(self, size: int = KEPT) -> None:
         self.left = size
 
     def take(self, value: Tensor) -> bool:
-        """Whether there is room for it: here, and on a GPU where others need the last quarter."""
+        """Reserve memory for a tensor. False if there is none left, or if less than a quarter of a GPU is free."""
         free, total = torch.cuda.mem_get_info(value.device) if value.is_cuda else (1, 1)
         fits = value.nbytes <= self.left and 4 * free > total
         self.left -= value.nbytes if fits else 0
@@ -38,30 +38,33 @@ class Room:
 
 
 class Answers:
-    """A teacher's, by step: of runs with the same teacher, data, seed and augmentation, the first leaves them to the
-    others. What there is no room for is asked again."""
+    """A teacher's outputs by step, for runs with the same teacher, data, seed and augmentation.
+
+    Outputs for which there is no room are not kept; the teacher computes them again.
+    """
 
     def __init__(self, room: Room | None = None) -> None:
         self.by_step: dict[int, dict[str, Tensor]] = {}
         self.room = room or Room()
 
     def get(self, step: int, names: tuple[str, ...]) -> dict[str, Tensor] | None:
-        held = self.by_step.get(step, {})
-        return {name: held[name] for name in names} if held.keys() >= set(names) else None
+        """The outputs of these names for a step; None if not all of them are kept."""
+        kept = self.by_step.get(step, {})
+        return {name: kept[name] for name in names} if kept.keys() >= set(names) else None
 
     def keep(self, step: int, answers: dict[str, Tensor]) -> None:
-        held = self.by_step.setdefault(step, {})
+        kept = self.by_step.setdefault(step, {})
         for name in SMALL:
-            if name in answers and name not in held and self.room.take(answers[name]):
-                held[name] = answers[name]
+            if name in answers and name not in kept and self.room.take(answers[name]):
+                kept[name] = answers[name]
 
 
 class Teacher:
-    """`teacher(x, step)`: its answers to a batch, by name: "logits", "attention" (the mean over blocks), "features", or
-    "states", which are features after its last norm.
+    """A static network that teaches. `teacher(x, step)` returns its outputs for a batch by name.
 
-    It is a network with nothing halted. `image`: images of another size are resampled to this one; `grid`: features
-    are those of its patches, on a grid of this size.
+    names: of "logits", "attention" (the mean over blocks), "features" and "states" (features after the last norm).
+    image: the size to which images of another size are resampled. `grid`: if set, features are those of the patches,
+    resampled to a grid of this size.
     """
 
     def __init__(
@@ -78,19 +81,18 @@ class Teacher:
         self.device, self.halves, self.parts = device, recipe.halves(device), recipe.accumulate
         self.names, self.image = names, image
         self.grid: Size | None = None
-        self.cells: Size | None = None  # its own grid, after this many tokens that are no patches
-        self.prefix = 0
-        self.classes: Tensor | None = None  # the numbers that it knows the data's classes by, where they are others
-        # Where batches come again a run keeps the answers.
-        self.answers: Answers | None = Answers() if recipe.views else None
-        self.asked = 0  # batches of the epoch it was really asked about
+        self.cells: Size | None = None  # the grid of its own patches
+        self.prefix = 0  # its tokens before the patches
+        self.classes: Tensor | None = None  # its numbers of the data's classes; None: they are the data's
+        self.answers: Answers | None = Answers() if recipe.views else None  # kept if batches repeat
+        self.asked = 0  # batches of this epoch that it computed
         self.compiled = False
         self.recorded: Recorded | None = None
 
     def __call__(self, x: Tensor, step: int, recording: bool = False) -> dict[str, Tensor]:
-        held = self.answers.get(step, self.names) if self.answers else None
-        if held is not None:
-            return held
+        kept = self.answers.get(step, self.names) if self.answers else None
+        if kept is not None:
+            return kept
         self.asked += 1
         if recording and self.recorded is None:
             self.recorded = record(self.ask, self.model, x, what="its teacher")
@@ -100,7 +102,7 @@ class Teacher:
         return signals
 
     def ask(self, x: Tensor) -> dict[str, Tensor]:
-        """In as many micro-batches as the student learns in."""
+        """The outputs for a batch, computed in as many micro-batches as the student's."""
         parts = [self._ask_part(part) for part in x.chunk(self.parts)]
         return parts[0] if len(parts) == 1 else {n: torch.cat([part[n] for part in parts]) for n in self.names}
 
@@ -123,16 +125,17 @@ class Teacher:
             signals["features"] = out.features if self.grid is None else self._on_grid(out.features)
         return signals
 
-    def _on_grid(self, found: Tensor) -> Tensor:
+    def _on_grid(self, features: Tensor) -> Tensor:
+        """The patches' features (B, P, D), resampled to `grid`."""
         assert self.cells is not None
-        square = found[:, self.prefix :].unflatten(1, self.cells)  # (B, rows, columns, width)
+        square = features[:, self.prefix :].unflatten(1, self.cells)  # (B, rows, columns, width)
         if self.cells != self.grid:
             square = F.interpolate(square.permute(0, 3, 1, 2), size=self.grid, mode="bilinear").permute(0, 2, 3, 1)
         return square.flatten(1, 2)
 
     def output(self, signals: dict[str, Tensor], x: Tensor) -> Output:
-        """As losses take it: attention, the mean over blocks, stands at each of them."""
-        if not hasattr(self.model, "backbone"):  # it has no tokens to tell of
+        """The outputs as losses take them. Each block's attention is the mean over blocks."""
+        if not hasattr(self.model, "backbone"):  # it has no tokens, such as a CNN
             return Output(signals["logits"], Trace((len(x), 0), 0, (0, 0), 0), x.new_empty(0))
         shape = self.model.backbone.shape
         size = (x.shape[-2], x.shape[-1])
@@ -140,14 +143,14 @@ class Teacher:
         everyone = Where(trace.shape, live_BN=torch.ones(trace.shape, dtype=torch.bool, device=x.device))
         trace.lives = [everyone] * shape.blocks
         trace.values = [{"attention": signals["attention"]} if "attention" in signals else {}] * shape.blocks
-        # What losses compare with answers: logits, or features after the last norm; None, if the task asks for neither.
+        # Losses compare this with the student's output: logits, or features after the last norm. None: neither is used.
         answers: Any = signals.get("logits", signals.get("states"))
         return Output(answers, trace, signals.get("features", x.new_empty(0)))
 
 
 @contextlib.contextmanager
 def fast(model: Any, compiled: bool) -> Iterator[None]:
-    """Within, a wrapped model's blocks run compiled, its patches are cut by one matrix product."""
+    """Within, if `compiled`: blocks run compiled, and a wrapped model's patches are cut by one matrix product."""
     cut = cut_by_matmul(model.vit) if compiled and isinstance(model, AdaptiveViT) else contextlib.nullcontext()
     with cut, compiling(compiled):
         yield

@@ -1,4 +1,4 @@
-"""A wrapped vision transformer that learns: its backbone and method from the recipe, its loss from `AdaptiveViT`."""
+"""The learner of wrapped vision transformers: backbone and method come from the recipe, the loss from `AdaptiveViT`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .recipe import Recipe
 
 log = logging.getLogger("dwindle")
-LEAST = 1e-6  # the learning rate that a run begins and ends with
+LEAST = 1e-6  # the learning rate at the first and the last step
 
 
 class ViTLearner(Learner):
@@ -46,7 +46,7 @@ class ViTLearner(Learner):
 
     def __init__(self, recipe: Recipe, task: ImageTask, device: torch.device) -> None:
         super().__init__(recipe, task, device)
-        whole = task.answers in ("classes", "numbers")  # the family's own head answers for the image
+        whole = task.answers in ("classes", "numbers")  # the task uses the family's own head, for whole images
         vit = build_vit(recipe, task.outputs if whole else None)
         shape = backbone_of(vit).shape
         if whole and not task.head_fits:
@@ -69,22 +69,25 @@ class ViTLearner(Learner):
             for weight in self.model.vit.parameters():
                 weight.requires_grad_(not recipe.freeze_backbone and weight.dim() == 1)
         task.fit(preprocess)
-        self.named: list[str] = []  # the terms, once there were any
+        self.term_names: list[str] = []  # of the loss, known after the first step
 
     @property
     def name(self) -> str:
         return type(self.model.method).__name__
 
     def _teacher(self, vit: nn.Module, method: Method) -> Teacher | None:
-        """The backbone as it is now, or a checkpoint's; with nothing halted either way."""
+        """The static teacher: the backbone before training, a checkpoint's, or a timm model; None: the recipe has none.
+
+        vit: the student's backbone. method: the student's.
+        """
         named, rows = self.recipe.teacher, None
-        asked = {
+        signals = {
             "logits": self.task.distils and not self._features,
             "states": self._features,
             "attention": method.asks_attention,
             "features": method.asks_features,
         }
-        names = tuple(name for name, wanted in asked.items() if wanted)
+        names = tuple(name for name, wanted in signals.items() if wanted)
         if named is None:
             return None
         if not names:
@@ -93,7 +96,7 @@ class ViTLearner(Learner):
                 f"{type(method).__name__} asks a teacher nothing; leave it out."
             )
         if named == "static":
-            if asked["logits"] and not self.task.head_fits:
+            if signals["logits"] and not self.task.head_fits:
                 raise DwindleError(
                     f"teacher = static: the head of {self.recipe.weights} has other classes than the data, so it "
                     "begins anew and has nothing to teach; train without a teacher first."
@@ -106,7 +109,7 @@ class ViTLearner(Learner):
                 model = load_as(AdaptiveViT, named)
             except DwindleError as error:
                 raise DwindleError(f"teacher = {named}: {error}") from error
-            if asked["logits"]:
+            if signals["logits"]:
                 rows = teacher_classes(model, self.task.train_images, named, self.device)
             taught = model.unwrap()
             _check_tokens(vit, taught, named, [name for name in names if name != "logits"])
@@ -115,7 +118,7 @@ class ViTLearner(Learner):
         return teacher
 
     def _foreign(self, vit: nn.Module, named: str, names: tuple[str, ...]) -> Teacher:
-        """A timm model that is no checkpoint of ours, such as a CNN: it has no tokens to learn from."""
+        """A timm model as the teacher, such as a CNN. Only its logits can be learnt."""
         if beyond := [name for name in names if name != "logits"]:
             raise DwindleError(
                 f"teacher = {named}: of a timm model only answers can be learnt, and {self.recipe.method} on the task "
@@ -158,10 +161,10 @@ class ViTLearner(Learner):
         return {"x": x, "y": y} | {f"teacher_{name}": value for name, value in signals.items()}
 
     def weights(self) -> Tensor:
-        """Of the terms, in their order: they are brought in over time."""
+        """The weights of the terms in their order, padded to 32; methods change them during training."""
         weights = torch.zeros(32)
-        given = self.model.weights(self.recipe.label_weight, self.recipe.teacher_weight)
-        weights[: len(self.named)] = torch.tensor([given[name] for name in self.named])
+        by_name = self.model.weights(self.recipe.label_weight, self.recipe.teacher_weight)
+        weights[: len(self.term_names)] = torch.tensor([by_name[name] for name in self.term_names])
         return weights
 
     def terms(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -183,14 +186,14 @@ class ViTLearner(Learner):
             task_loss=self.task.loss,
             teacher_loss=self.task.distill if self.task.distils else None,
         )
-        self.named = [name for name in terms if name != "total"]
+        self.term_names = [name for name in terms if name != "total"]
         return terms | {"cost": model.cost(out.trace)}
 
     def end_step(self, terms: dict[str, Tensor]) -> None:
         self.model.method.hold_budget(terms["cost"])
 
     def finish(self, models: list[nn.Module]) -> None:
-        """Take up what is left between the budget asked for and the one held while training."""
+        """Calibrate the models to the method's budget, since the cost held in training may differ from it."""
         budget = getattr(self.model.method, "budget", None)
         if budget is None:
             return
@@ -204,8 +207,8 @@ class ViTLearner(Learner):
                 )
 
     def evaluate(self, model: AdaptiveViT, layout: str = "packed", **options: Any) -> dict[str, float]:
-        """On the evaluation images, each counted once by one of the processes."""
-        # Sharded weights are gathered block by block: no process may leave out a block the others compute.
+        """The task's metrics on the evaluation images; each image is evaluated by one process."""
+        # Sharded weights are gathered block by block, so no process may skip a block that others compute.
         layout = "masked" if self.sharded else layout
         batches: Any = self.task.batches(train=False)
         if self._features:
@@ -216,28 +219,28 @@ class ViTLearner(Learner):
         )
 
     def read(self, model: AdaptiveViT, out: Output) -> Tensor:
-        """What the task measures of an answer."""
+        """The part of an output that the task measures."""
         return model.states(out) if self._features else out.logits
 
 
 class _WithFeatures:
-    """Images, and their features as the teacher has them."""
+    """Batches of images, with the teacher's features of them in the place of labels."""
 
     def __init__(self, batches: Any, teacher: Teacher, device: torch.device) -> None:
         self.batches, self.teacher, self.device = batches, teacher, device
-        self.dataset = getattr(batches, "dataset", None)  # tells how many images there are
+        self.dataset = getattr(batches, "dataset", None)  # `evaluate` reads the number of images from it
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for x, _ in self.batches:
             yield x, self.teacher.ask(x.to(self.device))["states"].float()
 
 
-def _check_tokens(vit: nn.Module, teacher: nn.Module, named: str, asked: list[str]) -> None:
-    """A teacher's attention and features are those of its tokens, so these must be the student's."""
+def _check_tokens(vit: nn.Module, teacher: nn.Module, named: str, per_token: list[str]) -> None:
+    """Refuse a teacher with other tokens than the student, if its attention or features are learnt per token."""
     own, theirs = backbone_of(vit).shape, backbone_of(teacher).shape
-    if asked and (own.prefix, own.grid()) != (theirs.prefix, theirs.grid()):
+    if per_token and (own.prefix, own.grid()) != (theirs.prefix, theirs.grid()):
         raise DwindleError(
             f"teacher = {named}: it has {theirs.tokens()} tokens of an image ({theirs.prefix} and a grid of "
-            f"{theirs.grid()}), the student {own.tokens()} ({own.prefix} and {own.grid()}), and its {asked[0]} is "
+            f"{theirs.grid()}), the student {own.tokens()} ({own.prefix} and {own.grid()}), and its {per_token[0]} is "
             "learnt token by token; take one of the same patch and image size, or a method that asks for answers only."
         )

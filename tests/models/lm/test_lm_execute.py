@@ -231,7 +231,7 @@ def test_inputs_that_cannot_work():
     model = build(TSA())
     known = model.backbone.shape.vocabulary
     unknown, floats = torch.tensor([[0, known]]), torch.zeros(1, 3)
-    too_long, empty = (ids_for(1, 25), "context of 24"), (ids_for(1, 0), "at least one id")
+    too_long, empty = (ids_for(1, 25), "context of 24"), (ids_for(1, 0), "at least one")
     text = ("some text", "type str")
     for wrong, said in (too_long, empty, (unknown, f"the model knows {known}"), (floats, "whole numbers"), text):
         with pytest.raises(DwindleError, match=said):

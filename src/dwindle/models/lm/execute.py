@@ -143,9 +143,7 @@ class AdaptiveLM(nn.Module):
             raise unknown("layout", layout, LAYOUTS)
         if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
             shown = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else f"the type {type(ids).__name__}"
-            raise DwindleError(
-                f"Tokens of {shown} do not fit; give a tensor of ids (batch, length) with at least one id."
-            )
+            raise DwindleError(f"Tokens of {shown} do not fit; give ids (batch, length), at least one.")
         self._check_ids(ids)
         begin, lm = cache.length if cache else 0, self.backbone
         shape = (ids.shape[0], ids.shape[1])

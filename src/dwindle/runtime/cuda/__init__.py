@@ -1,1 +1,1 @@
-"""Packed execution on a GPU: only live rows are computed, and the host never asks how many they are."""
+"""Packed execution on a GPU: only live rows are computed, and the host never waits to know how many there are."""

@@ -1,7 +1,7 @@
-"""The engine: the whole forward pass, halting decisions included, as one CUDA graph per size of batch.
+"""The engine: the whole forward pass, with its halting decisions, as one CUDA graph per batch size.
 
-The loop, the method and the read-out are the model's own; only the layout is `Live`. What cannot be recorded (a method
-that asks the host) runs as the eager packed path, the definition.
+The loop, the method and the heads are the model's own; only the layout is another, `Listed`. A method that cannot be
+recorded, as it needs values on the host, runs eagerly in the packed layout, the definition.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...core.model import Output
 from ...core.packed import Packed
 from ...ops.launch import available
 from ...ops.rows import ACTIVATIONS
-from .block import Ready
+from .block import FoldedBlock
 from .keep import GRAPHS, Keeper, refusals
 from .recording import Recording
 
@@ -30,18 +30,18 @@ log = logging.getLogger("dwindle")
 
 
 class Engine(Keeper["AdaptiveViT"]):
-    """Of a model whose weights nobody writes to any more; only the method's settings may be turned."""
+    """The CUDA graphs of a model whose weights are fixed; only the method's settings may change."""
 
     def __init__(self, model: AdaptiveViT) -> None:
         super().__init__(model)
-        self._paths: OrderedDict[tuple, tuple[tuple, Path]] = OrderedDict()  # by size; with the setting it is for
-        self._ready = prepared(model)
+        self._paths: OrderedDict[tuple, tuple[tuple, Path]] = OrderedDict()  # (settings, path) by size
+        self._folded = folded_blocks(model)
 
     def __call__(self, images: Tensor, depths: Tensor | None = None, operating_point: Tensor | None = None) -> Output:
         size = self._size(images, depths, operating_point)
         known = self._paths.get(size)
         out = None if known is None else known[1](images, depths, operating_point)
-        # The rest is asked while the GPU is at work. An answer by settings that are no longer so is given up.
+        # The checks run while the GPU computes. If the method's settings have changed, the output is thrown away.
         setting = self._setting()
         if out is None or known is None or known[0] != setting:
             self.model.check_images(images)
@@ -64,27 +64,31 @@ class Engine(Keeper["AdaptiveViT"]):
     def inputs(
         self, images: Tensor, depths: Tensor | None = None, operating_point: Tensor | None = None
     ) -> list[Tensor | None]:
-        """Where the graph for batches like this one reads them, filled with it. A batch that is written there (from the
-        host at once, say) and given as these very tensors is not copied again; a call that gives others of this size
-        copies them there. Where there is no graph: the tensors given."""
+        """The tensors from which the graph for this batch size reads, filled with this batch.
+
+        A batch that is written to these tensors, and passed as these tensors, is not copied again. Other tensors of
+        this size are copied to them. Without a graph: the given tensors.
+        """
         self(images, depths, operating_point)
         _, path = self._paths[self._size(images, depths, operating_point)]
         places = path.inputs if isinstance(path, Recording) else [images, depths, operating_point]
         return [None if place is None else place[: len(images)] for place in places]
 
     def path(self, images: Tensor) -> str:
-        """What runs a batch like this one."""
+        """How a batch of this size is run: 'graph' or 'packed'."""
         self(images)
         return "graph" if isinstance(self._paths[self._size(images, None, None)][1], Recording) else "packed"
 
     def _setting(self) -> tuple:
-        """The method's plain settings, constants of a recording; its tensors are read where they lie. That a
-        warning was given (`told`) changes no answer, and would have each batch recorded anew after the first."""
-        given = vars(self.model.method).items()
-        return tuple([v for k, v in given if k != "told" and isinstance(v, (bool, int, float, str, tuple))])
+        """The method's plain settings, which are constants of a recording. A graph reads its tensors from their memory.
+
+        `told` (a warning was given) does not change the output; with it, the second call would record again.
+        """
+        settings = vars(self.model.method).items()
+        return tuple([v for k, v in settings if k != "told" and isinstance(v, (bool, int, float, str, tuple))])
 
     def _made(self, images: Tensor, depths: Tensor | None, operating_point: Tensor | None) -> Path:
-        """A recording wherever one can be made: which it is depends on the machine, the method and the size alone."""
+        """A recording if one can be made, else the eager path. This depends on machine, method and size only."""
 
         def eager(images: Tensor, depths: Tensor | None, operating_point: Tensor | None) -> Output:
             return self.model.run(images, Packed.start, depths, operating_point)
@@ -93,12 +97,15 @@ class Engine(Keeper["AdaptiveViT"]):
         if not available(images):
             log.info("engine: no Triton here; %s runs eager, packed", size)
             return eager
-        if False in self._size(images, depths, operating_point):  # not as many as there are images: the loop says so
+        if False in self._size(
+            images, depths, operating_point
+        ):  # their number is not that of the images: the loop raises the error
             return eager
         try:
             most = room(len(images))
-            given = [None if x is None else _filled(x, most) for x in (depths, operating_point)]
-            return Recording(self.model, self._ready, _filled(images, most), given[0], given[1], self.pool, self.turn)
+            depths, operating_point = (None if x is None else _padded(x, most) for x in (depths, operating_point))
+            images = _padded(images, most)
+            return Recording(self.model, self._folded, images, depths, operating_point, self.pool, self.turn)
         except torch.OutOfMemoryError:
             raise
         except refusals() as error:
@@ -108,32 +115,35 @@ class Engine(Keeper["AdaptiveViT"]):
 
 
 def room(images: int) -> int:
-    """How many images a recording for so many is made for: a power of two, or one and a half. Those that are not there
-    are not computed."""
+    """The batch size of the recording for so many images: the next power of two, or 1.5 times one.
+
+    Images that are missing are not computed.
+    """
     least = 1 << max(images - 1, 0).bit_length()
     return least * 3 // 4 if least >= 4 and images <= least * 3 // 4 else least
 
 
-def _filled(x: Tensor, count: int) -> Tensor:
-    """With its first row again, until there are so many."""
+def _padded(x: Tensor, count: int) -> Tensor:
+    """x with its first row repeated at the end, so that it has `count` rows."""
     return x if len(x) == count else torch.cat([x, x[:1].expand(count - len(x), *x.shape[1:])])
 
 
-def _for_each(given: Tensor | None, images: Tensor) -> bool | None:
-    """Whether there is one for each image: of another shape it must not be spread over a recording that has."""
-    return None if given is None else given.shape[:1] == images.shape[:1]
+def _for_each(values: Tensor | None, images: Tensor) -> bool | None:
+    """Whether there is a value for each image; None: there are none. Values of another number must not be broadcast by
+    a recording."""
+    return None if values is None else values.shape[:1] == images.shape[:1]
 
 
-def prepared(model: AdaptiveViT) -> dict[nn.Module, Ready]:
+def folded_blocks(model: AdaptiveViT) -> dict[nn.Module, FoldedBlock]:
     """The blocks that kernels can run, with their weights folded."""
-    ready: dict[nn.Module, Ready] = {}
+    folded: dict[nn.Module, FoldedBlock] = {}
     foreign = 0
     for block in model.backbone.blocks:
         parts = model.backbone.parts(block)
         if parts is None or parts.act not in ACTIVATIONS or not parts.proj.weight.is_floating_point():
             foreign += 1
             continue
-        ready[block] = Ready.of(parts)
+        folded[block] = FoldedBlock.of(parts)
     if foreign:
         log.info("engine: %d blocks of %s have no kernels and run whole", foreign, type(model.vit).__name__)
-    return ready
+    return folded

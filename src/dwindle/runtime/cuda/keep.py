@@ -1,4 +1,4 @@
-"""What keeping recordings of a model takes: memory they share, and what capturing raises."""
+"""What all recordings of a model share: their memory pool, a lock, and the errors that capturing raises."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-GRAPHS = 8  # recordings kept at once, the latest used; each is a graph, with early exit several
+GRAPHS = 8  # recordings that are kept, the latest used; each is one graph, with early exit several
 Model = TypeVar("Model", bound=nn.Module)
 
 
 class Keeper(Generic[Model]):
-    """Recordings of a model, in one memory that they work in one at a time."""
+    """The base of what keeps a model's recordings. They share one memory pool, so they run one at a time (`turn`)."""
 
     def __init__(self, model: Model) -> None:
-        self._model = weakref.ref(model)  # whoever made the keeper owns both
+        self._model = weakref.ref(model)  # the owner of the keeper owns the model too
         self.turn = threading.Lock()
-        self._memory: Any = None
+        self._pool: Any = None
 
     @property
     def model(self) -> Model:
@@ -29,12 +29,12 @@ class Keeper(Generic[Model]):
 
     @property
     def pool(self) -> Any:
-        self._memory = self._memory or torch.cuda.graph_pool_handle()
-        return self._memory
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return self._pool
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """torch's errors of capturing derive from the first; a kernel that does not fit the chip raises the second."""
+    """The errors by which capturing can fail: torch's, and Triton's for a kernel that does not fit the chip."""
     try:
         from triton.errors import TritonError
     except ImportError:

@@ -1,9 +1,9 @@
-"""The masked layout over a list: the stream stays in place, and kernels run over a list of its live rows, made on the
-device.
+"""The masked layout with a list of its live rows: the states stay in place, and kernels compute the listed rows only.
+The list is made on the device.
 
-Methods see rows (B, N) as in the masked layout, so every method runs here as it is. A block for which there are no
-kernels runs as in the masked layout: with the same result, only not faster. Operations return new objects, as in every
-layout, but kernels write to the memory of the old one: it is used up, and the loop holds none.
+Methods see rows (B, N) as in the masked layout, so every method runs here without changes. A block without kernels runs
+as in the masked layout: with the same result, but not faster. As in every layout, operations return new objects. But
+kernels write to the memory of the old object, which must not be used afterwards; the loop keeps no old object.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from ...core.masked import Masked
 from ...core.tokens import NOTHING, Probe, Probed
 from ...ops.merging import Merge, merge_rows
 from ...ops.rows import Rows, compact
-from .block import Ready
+from .block import FoldedBlock
 
 
 @dataclass
 class Listed(Masked):
-    ready: dict[nn.Module, Ready] = field(default_factory=dict)
+    folded: dict[nn.Module, FoldedBlock] = field(default_factory=dict)
     entries: tuple[Tensor, int] | None = None  # queries, keys and values of the block just run, compact; and heads
 
     @staticmethod
-    def begin(x_BND: Tensor, prefix: int, ready: dict[nn.Module, Ready], live: Tensor, rows: Rows) -> Listed:
-        """live, rows: the live rows, as (B, N) and as a list. No kernel writes to these."""
+    def begin(x_BND: Tensor, prefix: int, folded: dict[nn.Module, FoldedBlock], live: Tensor, rows: Rows) -> Listed:
+        """The layout at the start. live, rows: the live rows, as (B, N) and as a list, to which no kernel writes."""
         images, count, _ = x_BND.shape
-        return Listed(x_BND.contiguous(), (images, count), prefix, live=live, ready=ready, rows=rows)
+        return Listed(x_BND.contiguous(), (images, count), prefix, live=live, folded=folded, rows=rows)
 
     def update(self, call: Callable[[Tensor], Tensor], block: nn.Module, probe: Probe) -> Listed:
-        ready = self.ready.get(block)
-        if ready is None:
+        folded = self.folded.get(block)
+        if folded is None:
             return super().update(call, block, probe)  # type: ignore[return-value]
         assert self.rows is not None
         kept = any(note is self.x for note in self.notes.values())  # a method kept the stream as it is now
         stream = self.x.clone() if kept else self.x.contiguous()
         x = stream.flatten(0, 1)  # (B * N, D), the same memory
         bias = self.notes.get("key_bias")
-        qkv = ready.attend(x, self.rows, self.shape[1], None if bias is None else bias.flatten())
+        qkv = folded.attend(x, self.rows, self.shape[1], None if bias is None else bias.flatten())
         entries, attended = None, NOTHING
-        if probe.merging and not (probe.keys or probe.attention) and ready.norm is None:
-            entries = qkv, ready.heads
+        if probe.merging and not (probe.keys or probe.attention) and folded.norm is None:
+            entries = qkv, folded.heads
         elif probe.merging or probe.keys or probe.attention:
-            attended = self._look(probe, qkv, ready)
+            attended = self._probed_attention(probe, qkv, folded)
         neuron = None if probe.neuron is None else torch.empty(self.shape, device=x.device)
-        ready.mlp(x, self.rows, None if neuron is None else neuron.view(-1), probe.neuron or 0)
+        folded.mlp(x, self.rows, None if neuron is None else neuron.view(-1), probe.neuron or 0)
         return self.changed(x=stream, entries=entries, probed=Probed(neuron, attended.attention, attended.keys))
 
-    def _look(self, probe: Probe, qkv: Tensor, ready: Ready) -> Probed:
-        """What a probe asks of attention, from compact entries."""
-        q, k, _ = self._dense(qkv).unflatten(-1, (3, ready.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, E)
-        if ready.norm is not None:
-            q, k = ready.norm(q, k)
-        return self.probe_attention(probe, q, k, ready.scale)
+    def _probed_attention(self, probe: Probe, qkv: Tensor, folded: FoldedBlock) -> Probed:
+        """What the probe reads of attention, from the compact queries, keys and values."""
+        q, k, _ = self._dense(qkv).unflatten(-1, (3, folded.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, E)
+        if folded.norm is not None:
+            q, k = folded.norm(q, k)
+        return self.probe_attention(probe, q, k, folded.scale)
 
     def _dense(self, compact_TC: Tensor) -> Tensor:
-        """(B, N, C) of compact entries: those beyond the live count land on a row that is cut off."""
+        """(B, N, C) of compact entries. Those beyond the number of live rows are written to a last row that is cut."""
         assert self.rows is not None
         total = self.shape[0] * self.shape[1]
         entry = torch.arange(total, device=compact_TC.device)
         flat_index = torch.where(entry < self.rows.count, self.rows.rows_R, total).long()
         dense_rows = compact_TC.new_zeros(total + 1, compact_TC.shape[1])
-        # Many entries may land on the last row: which wins does not matter.
+        # Many entries may be written to the last row; which of them remains does not matter.
         return dense_rows.index_copy(0, flat_index, compact_TC)[:-1].view(*self.shape, -1)
 
     def advance(
@@ -83,7 +83,7 @@ class Listed(Masked):
         return after.changed(live=live, rows=new, whole=False, probed=NOTHING, entries=None)
 
     def _merged_in_place(self, new: Rows, live: Tensor) -> Listed:
-        """`merged` with the nearest, by kernels. new, live: the rows that go on, as a list and as (B, N)."""
+        """`merged` with the nearest row, by kernels. new, live: the rows that stay, as a list and as (B, N)."""
         assert self.entries is not None and self.rows is not None
         (qkv, heads), size = self.entries, self.size
         bias = self.notes.get("key_bias")

@@ -18,7 +18,7 @@ from ...core.tokens import Where
 from ...core.trace import Trace
 from ...ops.patches import cut_by_matmul
 from ...ops.rows import Rows
-from .block import Ready
+from .block import FoldedBlock
 from .listed import Listed
 
 if TYPE_CHECKING:
@@ -26,44 +26,48 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """One forward pass as a CUDA graph: inputs that do not lie there yet are copied in, results copied out."""
+    """One forward pass as a CUDA graph. A call copies its inputs to the graph's memory, and the outputs out of it."""
 
     def __init__(
         self,
         model: AdaptiveViT,
-        ready: dict[nn.Module, Ready],
+        folded: dict[nn.Module, FoldedBlock],
         images: Tensor,
         depths: Tensor | None,
         operating_point: Tensor | None,
         pool: Any,
         turn: threading.Lock,
     ) -> None:
-        """pool, turn: memory that all recordings of a model work in, one at a time."""
+        """pool, turn: the memory that all recordings of a model share, and the lock so that one of them runs at a time.
+
+        images, depths, operating_point: of the largest batch that the recording can run.
+        """
         self.turn = turn
-        self.most = self.count = len(images)  # images there can be, and are
-        with torch.inference_mode(False):  # calls in either mode will copy into them
+        self.most = self.count = len(images)  # the images that it can run, and those of the latest call
+        with torch.inference_mode(False):  # calls in inference mode and outside of it copy into these tensors
             self.inputs = [
                 None if x is None else x.to(images.device).clone() for x in (images, depths, operating_point)
             ]
-        self.held = held(model), ready
+        self.held = held(model), folded
         self.present: tuple[Tensor, Rows] | None = None
 
         def start(x_BND: Tensor, prefix: int) -> Listed:
             self.present = self.present or everyone(x_BND.shape[0], x_BND.shape[1], x_BND.device)
-            return Listed.begin(x_BND, prefix, ready, *self.present)
+            return Listed.begin(x_BND, prefix, folded, *self.present)
 
         def forward() -> None:
             images, depths, operating_point = self.inputs
             assert images is not None
             with cut_by_matmul(model.vit):
                 out = model.run(images, start, depths, operating_point)
-            self.total = out.logits.sum(dtype=torch.float32)  # finite if they all are
+            self.total = out.logits.sum(dtype=torch.float32)  # finite if all logits are
             self.out, trace = out, out.trace
             self.names = [(depth, name) for depth, values in enumerate(trace.values) for name in values]
-            sheets = [trace.values[depth][name].float() for depth, name in self.names]
+            values = [trace.values[depth][name].float() for depth, name in self.names]
             lives = [where.live_BN for where in trace.lives if where.live_BN is not None]
-            # The small things lie in one piece, copied out by one copy; the widest first, so that all are aligned.
-            parts = [out.logits, *trace.exits, *sheets, *lives]
+            # All small outputs are packed into one tensor, so that one copy suffices. The widest elements come first,
+            # so that all parts are aligned.
+            parts = [out.logits, *trace.exits, *values, *lives]
             self.order = sorted(range(len(parts)), key=lambda i: -parts[i].element_size())
             self.pieces = [parts[i].contiguous().flatten().view(torch.uint8) for i in self.order]
             self.kinds = [(parts[i].dtype, parts[i].shape) for i in self.order]
@@ -73,24 +77,24 @@ class Recording:
             self.graph = captured(forward, pool)
         ends = list(accumulate(map(len, self.pieces)))
         self.spans = list(zip([0, *ends], ends))
-        self.place = self.order.index(0)  # of the logits
+        self.logits_at = self.order.index(0)  # the part that is the logits
 
     def __call__(self, images: Tensor, depths: Tensor | None = None, operating_point: Tensor | None = None) -> Output:
         count = len(images)
         with self.turn:
-            held = [place if count == self.most else place[:count] for place in self.inputs if place is not None]
-            given = [x for x in (images, depths, operating_point) if x is not None]
-            foreign = [i for i, x in enumerate(given) if not _same_place(x, held[i])]
-            if foreign:  # one call for all: on a slow host each is felt
-                torch._foreach_copy_([held[i] for i in foreign], [given[i] for i in foreign])
+            targets = [x if count == self.most else x[:count] for x in self.inputs if x is not None]
+            sources = [x for x in (images, depths, operating_point) if x is not None]
+            to_copy = [i for i, x in enumerate(sources) if not _same_memory(x, targets[i])]
+            if to_copy:  # one call for all of them, as each call costs time on a slow host
+                torch._foreach_copy_([targets[i] for i in to_copy], [sources[i] for i in to_copy])
             if count != self.count:
                 self._admit(count)
             self.graph.replay()
             features = self.out.features if count == self.most else self.out.features[:count]
-            return Recalled(self, count, self.flat.clone(), features.clone())
+            return RecordedOutput(self, count, self.flat.clone(), features.clone())
 
     def _admit(self, count: int) -> None:
-        """Only the first images are there; the others have no live row, and no kernel computes them."""
+        """Make the first `count` images live. The others have no live row, so no kernel computes them."""
         assert self.present is not None
         live, rows = self.present
         live.zero_()[:count] = True
@@ -99,46 +103,47 @@ class Recording:
         self.count = count
 
     def part(self, flat: Tensor, i: int) -> Tensor:
+        """The i-th part of a packed output, in its own dtype and shape."""
         (begin, end), (dtype, shape) = self.spans[i], self.kinds[i]
         return flat[begin:end].view(dtype).view(shape)
 
     def finite(self) -> bool:
-        """Whether the answers just given are numbers. Waits for them."""
+        """Whether all logits of the latest call are finite. This waits for the GPU."""
         return math.isfinite(self.total.item())
 
 
-def _same_place(x: Tensor, y: Tensor) -> bool:
+def _same_memory(x: Tensor, y: Tensor) -> bool:
     return x is y or (x.data_ptr() == y.data_ptr() and x.stride() == y.stride())
 
 
 def everyone(images: int, count: int, device: torch.device) -> tuple[Tensor, Rows]:
-    """How a forward pass begins: all rows live, dense (B, N) and as a list."""
+    """The live rows at the start of a forward pass, which are all rows: as dense (B, N) and as a list."""
     live = torch.ones(images, count, dtype=torch.bool, device=device)
     every = torch.arange(images * count, dtype=torch.int32, device=device)
     return live, Rows(every, torch.arange(0, images * count + 1, count, dtype=torch.int32, device=device))
 
 
-class Recalled(Output):
-    """An output that is taken apart when somebody asks: most callers want the answer only."""
+class RecordedOutput(Output):
+    """An output whose trace is unpacked on first access, since most callers read only the logits."""
 
     def __init__(self, recording: Recording, count: int, flat: Tensor, features: Tensor) -> None:
-        self._made, self._count, self._flat, self.features = recording, count, flat, features
-        self.logits = recording.part(flat, recording.place)[:count]
+        self._recording, self._count, self._flat, self.features = recording, count, flat, features
+        self.logits = recording.part(flat, recording.logits_at)[:count]
 
     def __getattr__(self, name: str) -> Any:
         if name != "trace":
             raise AttributeError(name)
-        made = self._made
-        parts: list[Any] = [None] * len(made.order)
-        for i, whose in enumerate(made.order):
-            parts[whose] = made.part(self._flat, i)[: self._count]
-        like, answers = made.out.trace, len(made.out.trace.exits)
+        recording = self._recording
+        parts: list[Any] = [None] * len(recording.order)
+        for i, index in enumerate(recording.order):
+            parts[index] = recording.part(self._flat, i)[: self._count]
+        like, exits = recording.out.trace, len(recording.out.trace.exits)
         trace = self.trace = Trace((self._count, like.shape[1]), like.prefix, like.grid, like.blocks, whole=like.whole)
-        trace.exits = parts[1 : 1 + answers]
+        trace.exits = parts[1 : 1 + exits]
         trace.lives = [Where(trace.shape, live_BN=live) for live in parts[-len(like.lives) :]]
         trace.values = [{} for _ in trace.lives]
-        for (depth, what), dense_rows in zip(made.names, parts[1 + answers :]):
-            trace.values[depth][what] = dense_rows
+        for (depth, name), dense_rows in zip(recording.names, parts[1 + exits :]):
+            trace.values[depth][name] = dense_rows
         return trace
 
     def __reduce__(self) -> tuple:
@@ -146,30 +151,31 @@ class Recalled(Output):
 
 
 def held(model: nn.Module) -> list[Tensor]:
-    """What a graph reads lies where it was recorded, until the last replay, also if the model was moved: for who keeps
-    the graph to keep."""
+    """The weights and buffers whose memory a graph reads. The owner of the graph must keep them, so that this memory is
+    not freed when the model is moved."""
     return [w.data for w in (*model.parameters(), *model.buffers())]
 
 
 def autocast_as_now() -> Callable[[], AbstractContextManager]:
-    """The caller's autocast, for what is recorded. Weights it keeps in bf16 are gone with its context: each replay
-    makes its own."""
+    """The caller's autocast as a context for recording. It caches no weights: a cached bf16 copy is freed with the
+    context, so each replay must convert the weights itself."""
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     return partial(torch.autocast, "cuda", dtype, enabled, cache_enabled=False)
 
 
 def captured(call: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """A call as a CUDA graph."""
-    aside = torch.cuda.Stream()  # where gradients are first accumulated they are later: try out and record on one
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):  # kernels are compiled, workspaces made
+    """The call recorded as a CUDA graph. pool: the memory it works in; None: its own."""
+    # Gradients are accumulated on the stream where this happened first, so warm-up and recording share a stream.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # warm-up: kernels are compiled and workspaces allocated
             call()
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # cuBLAS keeps a workspace per stream, which others clear: this graph shall have its own, in its own memory.
+    # cuBLAS keeps a workspace per stream, which other code may clear: so the graph allocates one in its own memory.
     torch._C._cuda_clearCublasWorkspaces()
-    with torch.cuda.graph(graph, pool=pool, stream=aside):
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
         call()
     torch._C._cuda_clearCublasWorkspaces()
     return graph
