@@ -84,7 +84,9 @@ def onnx_model(recorded: Any, names: Sequence[str], outputs: Sequence[str], fixe
         made = _decomposed(recorded, names, outputs, refusal)
 
     def foldable(node: Any) -> bool | None:
-        return False if any(value is not None and value.name in fixed for value in node.inputs) else None
+        # onnx resizes by its reference in Python, which takes minutes for position embeddings; onnxruntime does it too.
+        kept = node.op_type == "Resize" or any(value is not None and value.name in fixed for value in node.inputs)
+        return False if kept else None
 
     # onnxruntime runs its own passes. The exporter's other passes take longer than they save, and one drops inputs.
     onnxscript.optimizer.fold_constants(made.model, onnx_shape_inference=False, should_fold=foldable)
