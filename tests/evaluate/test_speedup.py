@@ -147,8 +147,8 @@ def places(tmp_path_factory) -> dict[str, Path]:
 
 def test_the_command_saves_the_winner(places, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "WORTH", 0.0)
-    methods = {name: kind for name, kind in module.ways().items() if name != "Resolution"}
-    monkeypatch.setattr(module, "ways", lambda: methods)
+    methods = {name: kind for name, kind in module.methods_by_name().items() if name != "Resolution"}
+    monkeypatch.setattr(module, "methods_by_name", lambda: methods)
     line = "speedup {encoder} --data {photos} --patch-cosine 0.01 --budgets 0.8,0.6 --seconds 0 --out {out}"
     done = run(line, out=tmp_path / "fast", **places)
     assert done.json["winner"] in done.json["said"] and (tmp_path / "fast" / "frontier.png").is_file()

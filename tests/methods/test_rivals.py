@@ -128,7 +128,7 @@ def test_a_teachers_attention_reaches_what_judges(name):
     images = images_for(model)
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    assert model.method.asks_attention and model.method.loss_weights["attention"] == 0.5
+    assert model.method.needs_teacher_attention and model.method.loss_weights["attention"] == 0.5
     distances = []
     for _ in range(6):
         torch.manual_seed(1)  # Gumbel's noise
@@ -140,7 +140,7 @@ def test_a_teachers_attention_reaches_what_judges(name):
         distances.append(float(distance.detach()))
     assert min(distances[1:]) < distances[0]  # downhill
     plain = build("vit", make(0.0)).train()
-    assert not plain.method.asks_attention
+    assert not plain.method.needs_teacher_attention
     assert "attention" not in plain.method.losses(plain(images), taught(plain, images))
     assert "attention" not in plain.method.loss_weights
 

@@ -67,7 +67,7 @@ class AdaptiveViT(Face):
         super().__init__()
         self.backbone: Backbone = backbone_of(vit)
         self.dense_head = self.backbone.head = dense_head
-        if dense_head is not None and method.judges_answers:
+        if dense_head is not None and method.exits_by_confidence:
             raise DwindleError(
                 f"{type(method).__name__} stops an image when its class is clear, and a head for patches tells no "
                 "class; take a method that stops tokens, such as AHT or ToMe."
@@ -140,7 +140,7 @@ class AdaptiveViT(Face):
         if self.training:
             self.method.trained = True
         elif not forced:
-            self.method.tell_unready()
+            self.method.warn_untrained()
         return LAYOUTS[layout].start
 
     def run(
@@ -151,22 +151,22 @@ class AdaptiveViT(Face):
         operating_point: Tensor | None = None,
     ) -> Output:
         """Embed the images, run the loop, read the answer out. start: makes the tokens of a layout (`beginning`)."""
-        seen = self.method.seen(images) if depths is None else images
-        with cutting(seen):
-            embedded = self.backbone.embed(seen)
-        features, trace = self.loop(embedded, seen, images, start, depths=depths, operating_point=operating_point)
-        whole = self.whole(features, seen, images)
+        resized = self.method.resize(images) if depths is None else images
+        with cutting(resized):
+            embedded = self.backbone.embed(resized)
+        features, trace = self.loop(embedded, resized, images, start, depths=depths, operating_point=operating_point)
+        whole = self.whole(features, resized, images)
         return Output(self.backbone.logits(features if self.dense_head is None else whole), trace, whole)
 
-    def whole(self, features_BND: Tensor, seen: Tensor, images: Tensor) -> Tensor:
-        """The features on the grid of `images`. They are interpolated if `seen`, which was computed, is smaller."""
-        grid, own = self.backbone.grid(seen), self.backbone.grid(images)
+    def whole(self, features_BND: Tensor, resized: Tensor, images: Tensor) -> Tensor:
+        """The features on the grid of `images`. They are interpolated if `resized`, which was computed, is smaller."""
+        grid, own = self.backbone.grid(resized), self.backbone.grid(images)
         return features_BND if grid == own else regridded(features_BND, self.backbone.shape.prefix, grid, own)
 
     def loop(
         self,
         embedded_BND: Tensor,
-        seen: Tensor,
+        resized: Tensor,
         images: Tensor,
         start: Start,
         *,
@@ -176,16 +176,16 @@ class AdaptiveViT(Face):
     ) -> tuple[Tensor, Trace]:
         """The loop over blocks. Returns the final state of every token (B, N, D) and the trace.
 
-        seen: the images that were embedded (`Method.seen`). states: a list to which every block appends the states of
-        all tokens.
+        resized: the images that were embedded (`Method.resize`). states: a list to which every block appends the states
+        of all tokens.
         """
         shape = self.backbone.shape
         tokens = start(embedded_BND, shape.prefix).changed(
             reader=self.backbone.logits,
             norm=self.backbone.normed,
-            positions=self.backbone.positions(seen),
+            positions=self.backbone.positions(resized),
             compiling=compiled_now(),
-            images=seen,
+            images=resized,
         )
         if depths is not None:
             if tuple(depths.shape) != tuple(tokens.shape):
@@ -195,7 +195,7 @@ class AdaptiveViT(Face):
         if operating_point is not None:
             self.check_operating_point(operating_point, tokens.shape[0])
             tokens.notes["operating_point"] = tokens.per_image(operating_point.to(embedded_BND.device))
-        grid, whole = self.backbone.grid(seen), self.backbone.grid(images)
+        grid, whole = self.backbone.grid(resized), self.backbone.grid(images)
         trace = Trace(tokens.shape, shape.prefix, grid, shape.blocks, whole=None if whole == grid else whole)
 
         nearest = self.give_back is not None and self.give_back.halted == "nearest"

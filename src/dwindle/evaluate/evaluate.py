@@ -142,8 +142,8 @@ def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch:
         )
     _, cheap, dear = method.operating_point
     goal = budget_share(budget, model.backbone.shape)
-    method.tell_unready()
-    training, method.held = model.training, True
+    method.warn_untrained()
+    training, method.budget_held = model.training, True
     fast: Any = quickest(model.eval(), len(images) * steps)
 
     def cost(value: float, tried: bool = True) -> float:

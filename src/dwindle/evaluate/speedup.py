@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.cost import static_macs
-from ..core.method import constructor, ways
+from ..core.method import constructor, methods_by_name
 from ..core.model import AdaptiveViT, adapt
 from ..errors import DwindleError
 from ..io.encoders import with_image_size
@@ -191,9 +191,9 @@ def _methods(static: AdaptiveViT, budgets: Sequence[float], left_out: dict[str, 
     """The methods that need no training, at each budget. Budgets that a method cannot reach go into `left_out`."""
     candidates, shape = [], static.backbone.shape
     stages = tuple(sorted({min(max(round(share * shape.blocks), 1), shape.blocks - 1) for share in STAGES}))
-    for method_name, kind in ways().items():
+    for method_name, kind in methods_by_name().items():
         options = parameters(kind)
-        if kind.needs_training or kind.rival or kind.judges_answers or "budget" not in options:
+        if kind.needs_training or kind.baseline or kind.exits_by_confidence or "budget" not in options:
             continue
         for budget in budgets:
             name = f"{method_name} at {budget:g}"
@@ -263,7 +263,7 @@ class _Search:
     def _calls(self, row: Row, x: Tensor, variants: Sequence[str]) -> list[Callable[[], Any]]:
         """The calls of a row, of which the fastest counts. They are recorded here, before anything is timed."""
         if row.kind == "smaller image":
-            size = row.model.method.seen_size((x.shape[-2], x.shape[-1]))
+            size = row.model.method.resized_size((x.shape[-2], x.shape[-1]))
             if size[0] == size[1]:
                 calls = static_calls(_at_size(self.static, size), resized(x, size), variants)
                 return [calls[name] for name in variants]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core.method import Method, constructor, ways
+from ..core.method import Method, constructor, methods_by_name
 from ..core.model import AdaptiveViT, adapt
 from ..errors import DwindleError, printable, unknown
 from ..settings import parameters
@@ -172,7 +172,7 @@ def adapted_encoder(
 
 def untrained(name: str, budget: float | None = None) -> Method:
     """A method of this name, if it needs no training. budget: its share of the static cost; None: 0.5."""
-    ready = {full_name: kind for full_name, kind in ways().items() if not kind.needs_training}
+    ready = {full_name: kind for full_name, kind in methods_by_name().items() if not kind.needs_training}
     if name not in ready:
         hint = "others are trained first" if name in Method.registry else ""
         raise unknown("method without training", name, ready, hint)

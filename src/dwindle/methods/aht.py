@@ -17,12 +17,12 @@ from ..core.cost import budget_share
 from ..core.method import (
     Method,
     Verdict,
-    brought_in,
     check_stages,
     goal,
     halting_distribution,
     halting_kl,
     log_gaussian,
+    ramp_factor,
     require,
     wide,
 )
@@ -302,7 +302,7 @@ class AHT(Method):
                 divergence = ranks.share(divergence.masked_fill(unplanned, 0.0).sum(), (~unplanned).sum())
             divergences.append(divergence.mean())
         terms = {"ponder": ponder, "target_depth": torch.stack(divergences).mean()}
-        if self.asks_attention and teacher is not None and any("attention" in v for v in teacher.trace.values):
+        if self.needs_teacher_attention and teacher is not None and any("attention" in v for v in teacher.trace.values):
             terms["importance"] = self._importance(trace, teacher.trace)
         return terms
 
@@ -321,24 +321,24 @@ class AHT(Method):
         return torch.stack(distances).mean()
 
     @property
-    def asks_attention(self) -> bool:  # type: ignore[override]
+    def needs_teacher_attention(self) -> bool:  # type: ignore[override]
         return bool(self.lambda_i) and self.relative
 
     @property
-    def brought_in(self) -> float:
-        return brought_in(self.progress, self.ramp)
+    def ramp_factor(self) -> float:
+        return ramp_factor(self.progress, self.ramp)
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        ramped = {"ponder": self.lambda_p * self.brought_in, "target_depth": self.lambda_t * self.brought_in}
+        ramped = {"ponder": self.lambda_p * self.ramp_factor, "target_depth": self.lambda_t * self.ramp_factor}
         return ramped | {"importance": self.lambda_i}
 
     def hold_budget(self, cost: Tensor) -> None:
         """Integral control: the bar rises while the batch costs more than the budget, and falls when it costs less."""
         if self.budget is None:
             return
-        self.held = True
-        wanted = goal(self.budget, self.shape, self.brought_in)
+        self.budget_held = True
+        wanted = goal(self.budget, self.shape, self.ramp_factor)
         # In place, because a recorded step reads this memory. No backward pass needs the old value.
         with torch.no_grad():
             self.bar.add_(0.5 * (cost.to(self.bar.device) - wanted)).clamp_(-4.0, 4.0)

@@ -29,7 +29,7 @@ class PonderNet(Method):
 
     paper = "PonderNet: Learning to Ponder, 2021"
     per_image_point = True
-    judges_answers = True
+    exits_by_confidence = True
 
     def __init__(
         self,

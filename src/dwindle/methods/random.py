@@ -23,7 +23,7 @@ class Random(KeepsShare, Method):
     """
 
     needs_training = False
-    rival = True
+    baseline = True
     keeps_prefix = True
     paper = "random dropping of patches"
 

@@ -85,8 +85,8 @@ class CpuGraphs:
     def _grids(self, images: Tensor, forced: bool) -> Grids:
         """The grid of the images as the method resizes them, and that of the images themselves if it differs."""
         shape, size = self.model.backbone.shape, (images.shape[-2], images.shape[-1])
-        whole, seen = (shape.grid(each) for each in (size, size if forced else self.model.method.seen_size(size)))
-        return seen, None if seen == whole else whole
+        whole, resized = (shape.grid(each) for each in (size, size if forced else self.model.method.resized_size(size)))
+        return resized, None if resized == whole else whole
 
     def _tokens(self, images: Tensor) -> int:
         return self.model.backbone.shape.tokens((images.shape[-2], images.shape[-1]))

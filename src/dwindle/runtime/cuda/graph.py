@@ -82,10 +82,10 @@ class Engine(Keeper["AdaptiveViT"]):
     def _setting(self) -> tuple:
         """The method's plain settings, which are constants of a recording. A graph reads its tensors from their memory.
 
-        `told` (a warning was given) does not change the output; with it, the second call would record again.
+        `warned` (a warning was given) does not change the output; with it, the second call would record again.
         """
         settings = vars(self.model.method).items()
-        return tuple([v for k, v in settings if k != "told" and isinstance(v, (bool, int, float, str, tuple))])
+        return tuple([v for k, v in settings if k != "warned" and isinstance(v, (bool, int, float, str, tuple))])
 
     def _made(self, images: Tensor, depths: Tensor | None, operating_point: Tensor | None) -> Path:
         """A recording if one can be made, else the eager path. This depends on machine, method and size only."""
