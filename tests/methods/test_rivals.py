@@ -47,7 +47,7 @@ def test_a_prepared_model_looks_at_the_smaller_image():
     out, fast = model(images), model.prepare(details=True)(images)
     torch.testing.assert_close(fast.features, out.features, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(fast.logits, out.logits, atol=1e-5, rtol=1e-4)
-    assert (fast.trace.grid, fast.trace.whole) == (out.trace.grid, out.trace.whole) == ((2, 2), (4, 4))
+    assert (fast.trace.grid, fast.trace.image_grid) == (out.trace.grid, out.trace.image_grid) == ((2, 2), (4, 4))
     assert float(model.cost(fast.trace)) == pytest.approx(float(model.cost(out.trace)))
 
 

@@ -134,7 +134,7 @@ def compare(
     plan = dataclasses.replace(plan, base=changed(plan.base, set or []))
     if task_named(plan.base.task).needs_data:
         data, out = needed(data, "compare", "--data"), needed(out, "compare", "--out")
-    place, rank = ranks.apart(device_for(device))
+    place, rank = ranks.detach_from_torchrun(device_for(device))
     with progress_bar(rank == 0) as bar:
         work = Compare(
             comparison,

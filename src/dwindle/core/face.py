@@ -40,7 +40,7 @@ EVERY_DEPTH = ("forward_intermediates", "get_intermediate_layers")  # those that
 class FamilyFace:
     """How the models of a family are called and what they return. Part of a `Backbone`."""
 
-    speaks: ClassVar[bool] = False  # the family has its own classes of answers, and returns those
+    has_own_outputs: ClassVar[bool] = False  # the family has its own classes of answers, and returns those
 
     def request(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """The name of the wrapped model's method that answers, and the arguments to call it with."""

@@ -65,7 +65,7 @@ class ACT(Method):
         nn.init.constant_(self.unit.bias, self.bias)
 
     def start(self, tokens: Tokens) -> Tokens:
-        tokens.notes["cumulative"] = tokens.numbers(0.0)
+        tokens.notes["cumulative"] = tokens.full(0.0)
         return tokens
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:

@@ -98,7 +98,7 @@ class AViT(Method):
             )
 
     def start(self, tokens: Tokens) -> Tokens:
-        tokens.notes["cumulative"] = tokens.numbers(0.0)
+        tokens.notes["cumulative"] = tokens.full(0.0)
         return tokens
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:

@@ -72,7 +72,7 @@ class TopK(KeepsShare, Method):
         count = self.kept_patches(tokens, patch.to(score.dtype))
         keep, merge = (rank < count) | ~patch, Merge() if self.merges(depth) else None
         if self.fuse and "forced" not in tokens.notes:
-            leaving = tokens.counted & ~keep
+            leaving = tokens.live_rows & ~keep
             best = leaving & (rank == count)  # the best of those that would leave goes on, as the mean of all of them
             place = tokens.per_image(tokens.image_sum(tokens.place * best))
             keep, merge = keep | best, Merge(torch.where(leaving, place, tokens.place), weight=score)

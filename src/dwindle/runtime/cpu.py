@@ -307,7 +307,7 @@ class Graph:
         lives = [Where(shape, live_BN=depth > block) for block in range(blocks)]
         if "features" not in outputs:
             return ShortOutput(outputs["logits"], ShortTrace(shape, prefix, grid, blocks, lives, whole))
-        trace = Trace(shape, prefix, grid, blocks, lives, [{} for _ in lives], whole=whole)
+        trace = Trace(shape, prefix, grid, blocks, lives, [{} for _ in lives], image_grid=whole)
         for name, value in outputs.items():
             kind, _, rest = name.partition(".")
             if kind == "values":
@@ -324,7 +324,7 @@ class ShortTrace(Trace):
     def __init__(
         self, shape: Any, prefix: int, grid: tuple[int, int], blocks: int, lives: list[Where], whole: Any
     ) -> None:
-        super().__init__(shape, prefix, grid, blocks, lives, whole=whole)
+        super().__init__(shape, prefix, grid, blocks, lives, image_grid=whole)
         del self.values, self.exits
 
     def __getattr__(self, name: str) -> Any:

@@ -138,7 +138,9 @@ class RecordedOutput(Output):
         for i, index in enumerate(recording.order):
             parts[index] = recording.part(self._flat, i)[: self._count]
         like, exits = recording.out.trace, len(recording.out.trace.exits)
-        trace = self.trace = Trace((self._count, like.shape[1]), like.prefix, like.grid, like.blocks, whole=like.whole)
+        trace = self.trace = Trace(
+            (self._count, like.shape[1]), like.prefix, like.grid, like.blocks, image_grid=like.image_grid
+        )
         trace.exits = parts[1 : 1 + exits]
         trace.lives = [Where(trace.shape, live_BN=live) for live in parts[-len(like.lives) :]]
         trace.values = [{} for _ in trace.lives]
