@@ -15,7 +15,7 @@ from dwindle.evaluate.fidelity import agreement, embedding, nearest, static_twin
 from dwindle.evaluate.readers import halves, tensors, unlabelled
 from dwindle.io.card import model_card
 from dwindle.io.config import read_config
-from dwindle.io.promise import promise_of, told
+from dwindle.io.promise import promise_of, sentence
 from dwindle.methods.tome import ToMe
 from dwindle.methods.topk import TopK
 from dwindle.serve.models import Served
@@ -169,7 +169,7 @@ def test_the_command_and_what_it_saves(places, tmp_path):
     assert promise["confidence"] == 0.8 and promise["held_out"]["images"] in (69, 70)
     assert "keep it" in told_of.out
     model = dwindle.load(tmp_path / "kept")
-    assert promise_of(model) == promise and "0.8 of images" in told(promise)
+    assert promise_of(model) == promise and "0.8 of images" in sentence(promise)
     assert "**Promise**: at least 0.8 of images" in model_card(read_config(tmp_path / "kept"), "kept")
     assert Served("kept", model).about()["promise"] == promise
     model.method.r += 0.5  # at another setting nothing was promised

@@ -23,7 +23,7 @@ from ..io.checkpoint import is_checkpoint, save
 from ..io.datasets import Images
 from ..io.encoders import adapted_encoder
 from ..io.images import preprocess_of
-from ..io.promise import told
+from ..io.promise import sentence
 from ..runtime.dtypes import check_runs, converted, dtype_of
 from ..runtime.export import check_images
 from ..show.drawing import save_figure
@@ -183,7 +183,9 @@ def _compared(
 def _held_out(promise: dict[str, Any], wish: Wish, found: Agreement) -> dict[str, Any]:
     """Print the promise and how often held-out images keep it; return it with that number."""
     images, kept = len(found.cost), float(wish.kept(found.class_cosine, found.patch_cosine).float().mean())
-    console.print(plain(f"Promise: {told(promise)}; of {images} held-out images {kept:.4g} keep it."), soft_wrap=True)
+    console.print(
+        plain(f"Promise: {sentence(promise)}; of {images} held-out images {kept:.4g} keep it."), soft_wrap=True
+    )
     return promise | {"held_out": {"images": images, "kept": round(kept, 4)} | found.summary()}
 
 
@@ -237,7 +239,7 @@ def embed(
         message = f"{result['rows']} embeddings of {result['width']} in {out}{unread(result)}"
         console.print(plain(message), soft_wrap=True)
         if result["promise"] is not None:
-            console.print(plain(f"Promise: {told(result['promise'])}."), soft_wrap=True)
+            console.print(plain(f"Promise: {sentence(result['promise'])}."), soft_wrap=True)
         finish(result)
 
 
@@ -340,7 +342,7 @@ def fit(
     show_agreement(f"{model} at {budget:g}, fitted on {data}", result)
     tell_images(run.task.eval_images)
     _print_saved(folder)
-    finish(result | run.task.about() | run.task.noticed())
+    finish(result | run.task.about() | run.task.extra_metrics())
 
 
 def show_agreement(title: str, summary: dict[str, Any]) -> None:

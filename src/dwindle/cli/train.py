@@ -95,7 +95,14 @@ def train(
     if holdout and not run.task.holdout:
         raise DwindleError(f"--holdout {holdout}: '{eval_data or data}' has images to evaluate on; leave it out.")
     if run_through(run):
-        finish({"out": str(out), **(run.history[-1] if run.history else {}), **run.task.about(), **run.task.noticed()})
+        finish(
+            {
+                "out": str(out),
+                **(run.history[-1] if run.history else {}),
+                **run.task.about(),
+                **run.task.extra_metrics(),
+            }
+        )
 
 
 def compare(
@@ -150,7 +157,7 @@ def compare(
             until=None if until is None else 60 * until,
         )
         for row in work.results():
-            aside.print(plan.told(row))
+            aside.print(plan.line(row))
     if rank:
         return  # the first process prints the results of all
     report = work.report()

@@ -85,7 +85,7 @@ class Plan:
         """The results to make, in their order. A result that depends on another's numbers comes after that one."""
         raise NotImplementedError
 
-    def told(self, row: dict[str, Any]) -> str:
+    def line(self, row: dict[str, Any]) -> str:
         """A result in one line."""
         raise NotImplementedError
 
@@ -215,7 +215,7 @@ class Compare:
         """The conditions that a result depends on, as its JSON holds them: without this machine's folders."""
         paths = {"data": self.data, "eval_data": self.eval_data}
         data = {name: Path(path).name if path else None for name, path in paths.items()}
-        settings = recipe.told()
+        settings = recipe.settings()
         settings |= {"teacher": Path(settings["teacher"]).name} if settings.get("teacher") else {}
         kept = {name: value for name, value in settings.items() if name not in incidental}
         return data | {"limit": self.limit} | kept

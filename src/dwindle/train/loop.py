@@ -61,7 +61,7 @@ class Run:
             raise DwindleError(f"{kind.what} trains in one process, not {ranks.started()}; start it without torchrun.")
         self.device = torch.device(ranks.join(device) or ("cuda" if torch.cuda.is_available() else "cpu"))
         source = Source(data, eval_data, limit, opened, resident)
-        self.given = dataclasses.asdict(recipe) | source.given
+        self.given = dataclasses.asdict(recipe) | source.identity
         self.claim = Claim(self.out, resume)
         self.task: Any = task_named(recipe.task)(recipe, source, self.device)
         seed_everything(recipe.seed)
@@ -183,7 +183,7 @@ class Run:
         """Save the checkpoint first, then the state: after a kill in between, this epoch is trained and saved again."""
         task = self.task
         task.gather()
-        extra = task.extra() | {"recipe": self.recipe.told(), "results": self.history[-1] | task.about()}
+        extra = task.extra() | {"recipe": self.recipe.settings(), "results": self.history[-1] | task.about()}
         weights = full_state(self.model) if self.sharded else self.model.state_dict()
         moments = full_state(self.model, self.optimizer) if self.sharded else self.optimizer.state_dict()
         randoms = ranks.gathered(random_state(self.device))

@@ -156,7 +156,7 @@ class ViTLearner(Learner):
         self.model.method.progress = progress
 
     def inputs(self, x: Tensor, y: Tensor, step: int, seen: int) -> dict[str, Tensor]:
-        x, y = self.task.mixed(x, y, seen)
+        x, y = self.task.mix_batch(x, y, seen)
         if self.teacher is None:
             return {"x": x, "y": y}
         signals = self.teacher(x, seen, self.recording)

@@ -112,7 +112,7 @@ def grid(
     }
     write_text(out / "grid.json", json.dumps(result, indent=1) + "\n")
     _draw_grid(model, result, out)
-    aside.print(plain(images.told()), soft_wrap=True)
+    aside.print(plain(images.summary()), soft_wrap=True)
     _tell_grid(model, result, data)
     finish({k: v for k, v in result.items() if k != "rows"} | {"out": str(out)})
 
@@ -195,7 +195,7 @@ def policies(
             device=place,
             progress=lambda what, images: bar.advance(tasks[what], images),
         )
-    aside.print(plain(judging.told()), soft_wrap=True)
+    aside.print(plain(judging.summary()), soft_wrap=True)
     show_table(f"{checkpoint} on {data}", rules.COLUMNS, [[row[c] for c in rules.COLUMNS] for row in rows])
     if out is not None:
         write_text(out / "policies.json", json.dumps(rows, indent=1) + "\n")

@@ -82,7 +82,7 @@ class AdaComparison(Plan):
         conditions["weights"] = Path(recipe.weights).name if recipe.weights else None
         return Job(name, recipe, conditions, partial(make, work, recipe, work.out / stem(name, recipe.seed)))
 
-    def told(self, row: dict[str, Any]) -> str:
+    def line(self, row: dict[str, Any]) -> str:
         found = f"{len(row['rows'])} rows" if "rows" in row else f"top-1 {row['top1']:.2f}"
         return f"{row['name']}, seed {row['seed']}: {found}"
 
@@ -194,7 +194,7 @@ def static(size: Setting) -> str:
 def _check_finished(model: AdaPerceiver, recipe: AdaRecipe, folder: Path) -> None:
     """Raises unless the folder's checkpoint is at the end of the recipe's training: checkpoints are also written during
     a training, and may come from another one."""
-    ours = {n: value for n, value in recipe.told().items() if n not in INCIDENTAL or n == "weights"}
+    ours = {n: value for n, value in recipe.settings().items() if n not in INCIDENTAL or n == "weights"}
     theirs, done = model.extra.get("recipe", {}), model.extra.get("results", {}).get("epoch")
     others = differing(defaults(recipe) | theirs, ours)
     if others or done != recipe.epochs:

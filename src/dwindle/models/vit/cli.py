@@ -258,7 +258,7 @@ def quantize(
                 result[name] = measure(variant, batches, progress=lambda n: bar.advance(task, n))
         rows = [{"name": name, **result[name]} for name in ("float", "int8")]
         show_rows(f"{checkpoint} on {data}", ["name", "top1", "top5", "gmacs", "images_per_s"], rows)
-        console.print(plain(images.told()), soft_wrap=True)
+        console.print(plain(images.summary()), soft_wrap=True)
         result |= images.about()
     save(quantized, out)
     result |= {"bytes": weight_bytes(out), "bytes_float": weight_bytes(find(checkpoint))}

@@ -102,7 +102,7 @@ class Comparison(Plan):
                     folder = stem(entry.name, seed) if entry.train == "once" else None
                     yield Job(entry.name, recipe, conditions, make, cost, folder=folder)
 
-    def told(self, row: dict[str, Any]) -> str:
+    def line(self, row: dict[str, Any]) -> str:
         shown = f"{row['name']} at {row['asked']:.2f}, seed {row['seed']}"
         return f"{shown}: top-1 {row['top1']:.2f}, cost {row['cost']:.3f}"
 
