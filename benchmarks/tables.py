@@ -51,7 +51,7 @@ def made(name: str) -> str:
     if not path.exists():
         raise SystemExit(f"no table '{name}': neither a function of {Path(__file__).name} nor {path}")
     result = read(path)
-    return markdown(result["columns"], result["rows"]) + sentence(result)
+    return markdown(result["columns"], result["rows"]) + told(result)
 
 
 def read(path: str | Path) -> Any:

@@ -22,7 +22,7 @@ from dwindle.io.batches import loader
 from dwindle.io.classes import by_name, class_names, known_classes, match
 from dwindle.io.datasets import Images, hold_out, in_order, matched
 from dwindle.io.opening import open_data
-from dwindle.io.sets import evaluation_images, parts_for, training_and_evaluation
+from dwindle.io.sets import evaluation_images, splits_for, training_and_evaluation
 from dwindle.recipes.vision import tiny_test
 from dwindle.show.terminal import show_table
 from dwindle.train.loop import Run
@@ -366,7 +366,7 @@ def test_the_held_out_are_those_of_every_run(tmp_path):
     moved = str(tmp_path / "moved")
     os.rename(data, moved)
     assert evaluation_images(model, moved).rows.tolist() == held.rows.tolist()
-    ours, theirs = parts_for(model, moved)
+    ours, theirs = splits_for(model, moved)
     assert (ours.rows.tolist(), theirs.rows.tolist()) == (train.rows.tolist(), held.rows.tolist())
     folders(tmp_path / "d", ["ant", "bee"], each=20)
     Image.new("RGB", (40, 40)).save(tmp_path / "d" / "ant" / "new.png")

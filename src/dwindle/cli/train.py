@@ -95,14 +95,8 @@ def train(
     if holdout and not run.task.holdout:
         raise DwindleError(f"--holdout {holdout}: '{eval_data or data}' has images to evaluate on; leave it out.")
     if run_through(run):
-        finish(
-            {
-                "out": str(out),
-                **(run.history[-1] if run.history else {}),
-                **run.task.about(),
-                **run.task.extra_metrics(),
-            }
-        )
+        metrics = run.history[-1] if run.history else {}
+        finish({"out": str(out), **metrics, **run.task.about(), **run.task.extra_metrics()})
 
 
 def compare(

@@ -27,7 +27,7 @@ from ..methods.resolution import Resolution
 from ..methods.static import Static
 from ..ops.patches import resized
 from ..ops.timing import milliseconds
-from ..runtime.prepared import quickest
+from ..runtime.prepared import prepared_or_self
 from ..settings import parameters
 from .bench import static_calls, variants_on
 from .fidelity import Features, Tally, check_cosines, feature_extractor
@@ -92,11 +92,11 @@ class Row:
 class Speedup:
     """What `speedup` found.
 
-    model: the fastest adapted model that keeps the goal; None: none is worth it. said: a sentence with the result.
+    model: the fastest adapted model that keeps the goal; None: none is worth it. message: a sentence with the result.
     """
 
     model: AdaptiveViT | None
-    said: str
+    message: str
     rows: list[Row]
     static: dict[str, float]  # milliseconds of each variant of the static model
     left_out: dict[str, str] = field(default_factory=dict)  # candidates that refused the model or the images, and why
@@ -108,7 +108,7 @@ class Speedup:
         winner = None if self.winner is None else self.winner.name
         static = {name: round(value, 3) for name, value in self.static.items()}
         rows = [row.about for row in self.rows]
-        return {"winner": winner, "said": self.said, "static_ms": static, "rows": rows, "left_out": self.left_out}
+        return {"winner": winner, "message": self.message, "static_ms": static, "rows": rows, "left_out": self.left_out}
 
 
 def speedup(
@@ -267,7 +267,7 @@ class _Search:
             if size[0] == size[1]:
                 calls = static_calls(_at_size(self.static, size), resized(x, size), variants)
                 return [calls[name] for name in variants]
-        fast = quickest(row.model, details=not row.model.classes)
+        fast = prepared_or_self(row.model, details=not row.model.classes)
         fast(x)
         return [partial(fast, x)]
 

@@ -15,7 +15,7 @@ from ..errors import DwindleError, printable, unknown
 from ..settings import parameters
 from .checkpoint import WEIGHTS, find, is_checkpoint, load_as, load_vit_weights, shipped
 from .config import CONFIG
-from .download import no_waiting
+from .download import offline_if_unreachable
 from .images import Preprocess
 
 RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # the numbers in Hugging Face's configs
@@ -57,7 +57,7 @@ def timm_vit(name: str, weights: str | None, image_size: int | None = None, clas
     if weights in (None, "pretrained"):
         pretrained = weights is not None
         try:
-            with no_waiting() if pretrained else nullcontext():
+            with offline_if_unreachable() if pretrained else nullcontext():
                 return timm.create_model(name, pretrained=pretrained, **options)
         except TypeError as error:
             raise DwindleError(

@@ -114,7 +114,7 @@ class PreparedViT(Prepared):
         return "packed" if self._graphs is None or self._graphs.graph(images) is None else "graph"
 
 
-def quickest(model: Any, images: int | None = None, details: bool = False) -> Callable[..., Output]:
+def prepared_or_self(model: Any, images: int | None = None, details: bool = False) -> Callable[..., Output]:
     """The model prepared; the model itself where it cannot be copied."""
     try:
         return model.prepare(images, details)

@@ -23,7 +23,7 @@ from ..evaluate.readers import tensors
 from ..io.card import write_card
 from ..io.checkpoint import load, save
 from .loop import Run
-from .own import placed
+from .own import with_model
 from .recipe import Recipe, changed
 
 log = logging.getLogger("dwindle")
@@ -81,7 +81,7 @@ def fit_recipe(
         skip_corrupt=True,
         eval_every=epochs,
     )
-    return changed(placed(recipe, model, weights), settings)
+    return changed(with_model(recipe, model, weights), settings)
 
 
 class _Enough(Exception):

@@ -14,7 +14,7 @@ from ...io.checkpoint import load_as
 from ...io.datasets import limit as first
 from ...io.images import preprocess_of
 from ...io.opening import open_data
-from ...io.sets import evaluation_images, parts_for
+from ...io.sets import evaluation_images, splits_for
 from ...runtime.dtypes import DTYPES, check_runs
 from ...show.terminal import (
     Batch,
@@ -175,7 +175,7 @@ def policies(
     if max(taus) > 1:
         raise DwindleError(f"--thresholds {thresholds}: they are confidences, in (0, 1].")
     learns = epochs > 0 and lambdas
-    others, judging = parts_for(model, data)
+    others, judging = splits_for(model, data)
     if limit is not None:
         others, judging = first(others, limit), first(judging, limit)
     held = served(model, judging, place)

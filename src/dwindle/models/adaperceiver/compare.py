@@ -15,7 +15,7 @@ import torch
 from ...errors import DwindleError
 from ...experiments.compare import INCIDENTAL, Compare, Job, Plan, Report, stem
 from ...io.datasets import limit as first
-from ...io.sets import parts_for
+from ...io.sets import splits_for
 from ...train.state import defaults, differing
 from . import figures
 from .grid import between, falls, grid, rows
@@ -126,7 +126,7 @@ class AdaComparison(Plan):
     def _served(self, work: Compare, model: AdaPerceiver) -> tuple[Any, Any]:
         """Training and evaluation images, as `served` gives them."""
         assert work.data is not None
-        train, held = parts_for(model, work.data, work.eval_data or work.data)
+        train, held = splits_for(model, work.data, work.eval_data or work.data)
         train.skip = held.skip = self.base.skip_corrupt
         if work.limit is not None:
             train, held = first(train, work.limit), first(held, work.limit)

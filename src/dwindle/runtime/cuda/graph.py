@@ -19,7 +19,7 @@ from ...core.packed import Packed
 from ...ops.launch import available
 from ...ops.rows import ACTIVATIONS
 from .block import FoldedBlock
-from .keep import GRAPHS, Keeper, refusals
+from .keep import GRAPHS, Keeper, capture_errors
 from .recording import Recording
 
 if TYPE_CHECKING:
@@ -105,10 +105,10 @@ class Engine(Keeper["AdaptiveViT"]):
             most = room(len(images))
             depths, operating_point = (None if x is None else _padded(x, most) for x in (depths, operating_point))
             images = _padded(images, most)
-            return Recording(self.model, self._folded, images, depths, operating_point, self.pool, self.turn)
+            return Recording(self.model, self._folded, images, depths, operating_point, self.pool, self.lock)
         except torch.OutOfMemoryError:
             raise
-        except refusals() as error:
+        except capture_errors() as error:
             method, reason = type(self.model.method).__name__, str(error).splitlines()[0]
             log.warning("engine: %s cannot be recorded (%s); %s runs eager, packed", method, reason, size)
             return eager
