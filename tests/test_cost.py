@@ -46,7 +46,7 @@ def test_what_was_executed(backbone, method):
         pairs = sum((out.trace.counts[d] ** 2).sum() for d in range(4) if model.method.probe(d).merging)
         ours -= max(0.0, min(ours - theirs, float(pairs) * model.backbone.shape.head_size))
     if (
-        method == "Resolution" and model.speaks
+        method == "Resolution" and model.has_own_outputs
     ):  # its own code embeds the whole image before the smaller one is asked for
         shape = model.backbone.shape
         theirs -= 3 * (shape.tokens() - shape.prefix) * shape.token_macs

@@ -62,7 +62,7 @@ def tiny_checkpoint(name: str, **options: Any) -> Any:
     if name == "tsa_shakespeare":
         return REAL_LOAD(name)
     model = dwindle.adapt(tiny("deit"), dwindle.AHT(budget=0.67)).eval()
-    model.method.trained = model.method.held = True
+    model.method.trained = model.method.budget_held = True
     return model
 
 

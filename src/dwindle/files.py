@@ -94,7 +94,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def write_errors(path: Path) -> Iterator[None]:
     """Turn an error in writing to a path, such as a full disk, into a `DwindleError`."""
     try:
         yield
@@ -110,7 +110,7 @@ def scratch(path: Path) -> Iterator[Path]:
 
     Folders that killed processes left beside `path` are removed too: those whose lock nobody holds.
     """
-    with writing(path):
+    with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(path.parent)
         folder, file = _locked_folder(path.parent)

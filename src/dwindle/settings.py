@@ -111,7 +111,7 @@ def checked(call: Call) -> Call:
         for name in named:
             value = bound.arguments.get(name, signature.parameters[name].default)
             if name in kinds and value is not signature.parameters[name].default:
-                bound.arguments[name] = fitted(value, kinds[name], name, owner)
+                bound.arguments[name] = checked_value(value, kinds[name], name, owner)
         return call(*bound.args, **bound.kwargs)
 
     return cast(Call, checked_call)
@@ -158,17 +158,17 @@ def check_fields(group: Any, owner: str | None = None) -> None:
     cls: Any = type(group)
     kinds = _kinds(cls)
     for field in dataclasses.fields(group):
-        value = fitted(getattr(group, field.name), kinds[field.name], field.name, owner or cls.__name__)
+        value = checked_value(getattr(group, field.name), kinds[field.name], field.name, owner or cls.__name__)
         object.__setattr__(group, field.name, value)  # works for frozen dataclasses too
 
 
 def options(given: Any, kind: Any, owner: str) -> dict[str, Any]:
     """The dictionary, if its names and values are those of a TypedDict. owner: what errors say they belong to."""
-    values: dict[str, Any] = fitted(given, kind, "options", owner)
+    values: dict[str, Any] = checked_value(given, kind, "options", owner)
     return values
 
 
-def fitted(value: Any, kind: Any, name: str, owner: str) -> Any:
+def checked_value(value: Any, kind: Any, name: str, owner: str) -> Any:
     """The value of the setting `name`, converted to this annotation; refused if it does not fit."""
     try:
         return _fit(value, kind, owner)
@@ -214,7 +214,7 @@ def _fit(value: Any, kind: Any, owner: str) -> Any:
     if typing.is_typeddict(kind) and isinstance(value, dict):
         kinds = _kinds(kind)
         _check_names(owner, value, kinds)
-        return {name: fitted(entry, kinds[name], name, owner) for name, entry in value.items()}
+        return {name: checked_value(entry, kinds[name], name, owner) for name, entry in value.items()}
     if kind in (int, float):
         return _fit_number(value, kind)
     if typing.is_typeddict(kind) or origin in (Literal, tuple, list, dict):

@@ -34,7 +34,7 @@ def test_a_merged_token_has_the_state_of_its_group():
     tokens = Packed.start(torch.randn(1, 5, 3), prefix=1)
     tokens = tokens.advance(torch.tensor([1, 1, 0, 1, 1]).bool(), merge=Merge(torch.tensor([0, 1, 3, 3, 4])))
     tokens = tokens.advance(torch.tensor([1, 1, 0, 1]).bool(), merge=Merge(torch.tensor([0, 1, 4, 4])))
-    back = tokens.given_back(tokens.stream())[0]
+    back = tokens.follow_leaders(tokens.stream())[0]
     assert torch.equal(back[2], back[4]) and torch.equal(back[3], back[4])
     assert len(back.unique(dim=0)) == 3
 

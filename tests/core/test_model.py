@@ -17,7 +17,7 @@ from torch import nn
 
 import dwindle
 from dwindle.errors import DwindleError
-from dwindle.evaluate.evaluate import turn
+from dwindle.evaluate.evaluate import set_operating_point
 from shared.tiny import BACKBONES, METHODS, build, images_for
 
 
@@ -371,7 +371,7 @@ def test_a_setting_turned_to_nan(name):
     for method, called in ((model.method, model), (fast.method, fast)):
         if method.operating_point is None:
             continue
-        turn(SimpleNamespace(method=method), float("nan"))
+        set_operating_point(SimpleNamespace(method=method), float("nan"))
         with pytest.raises(dwindle.DwindleError, match=f"{method.operating_point[0]} = nan"):
             called(images)
     with pytest.raises(dwindle.DwindleError, match="budget = True"):

@@ -10,12 +10,20 @@ from PIL import Image
 
 import dwindle
 from dwindle.evaluate import calibration
-from dwindle.evaluate.calibration import Calibration, Wish, keep_promise, last_kept, most_failures, settings_of, tail
+from dwindle.evaluate.calibration import (
+    Calibration,
+    FidelityGoal,
+    keep_promise,
+    last_kept,
+    most_failures,
+    settings_of,
+    tail,
+)
 from dwindle.evaluate.fidelity import agreement, embedding, nearest, static_twin
 from dwindle.evaluate.readers import halves, tensors, unlabelled
 from dwindle.io.card import model_card
 from dwindle.io.config import read_config
-from dwindle.io.promise import promise_of, told
+from dwindle.io.promise import promise_of, sentence
 from dwindle.methods.tome import ToMe
 from dwindle.methods.topk import TopK
 from dwindle.serve.models import Served
@@ -85,7 +93,7 @@ def test_the_tail_is_the_binomial_one():
         assert tail(failures, 200, 0.05) == pytest.approx(float((draws <= failures).mean()), abs=3e-3)
     assert most_failures(58, 0.05) == -1 and most_failures(59, 0.05) == 0
     assert tail(most_failures(500, 0.05), 500, 0.05) <= 0.05 < tail(most_failures(500, 0.05) + 1, 500, 0.05)
-    assert Wish(patch_cosine=0.9).least_images == 59
+    assert FidelityGoal(patch_cosine=0.9).least_images == 59
 
 
 def test_the_promise_holds_over_random_splits():
@@ -94,8 +102,8 @@ def test_the_promise_holds_over_random_splits():
     rng = np.random.default_rng(0)
     hardness = rng.gamma(2.0, 1.0, 4000)
     scores = np.stack([1 - 0.004 * step * hardness * rng.uniform(0.8, 1.2, 4000) for step in range(1, 21)])
-    wish = Wish(patch_cosine=0.9)
-    most, broken, naive, chosen = most_failures(300, wish.allowed), 0, 0, []
+    goal = FidelityGoal(patch_cosine=0.9)
+    most, broken, naive, chosen = most_failures(300, goal.allowed), 0, 0, []
     for _ in range(200):
         order = rng.permutation(4000)
         calibrating, rest = scores[:, order[:300]], scores[:, order[300:]]
@@ -103,11 +111,11 @@ def test_the_promise_holds_over_random_splits():
         count = last_kept(below, most)
         assert count > 0
         chosen.append(count)
-        broken += truly[count - 1] > wish.allowed
-        naive += truly[last_kept(below, int(300 * wish.allowed)) - 1] > wish.allowed
+        broken += truly[count - 1] > goal.allowed
+        naive += truly[last_kept(below, int(300 * goal.allowed)) - 1] > goal.allowed
     assert broken <= 0.05 * 200 + 2 * (200 * 0.05 * 0.95) ** 0.5
     assert naive > 2 * broken
-    best = int(((scores < 0.9).mean(1) <= wish.allowed).sum())
+    best = int(((scores < 0.9).mean(1) <= goal.allowed).sum())
     assert np.mean(chosen) >= best - 2  # and it is not kept by computing everything
 
 
@@ -125,8 +133,8 @@ def test_a_model_is_turned_to_the_cheapest_setting_that_keeps_it(method):
     own = float(getattr(model.method, name))
     settings = settings_of(model)
     assert len(settings) > 3 and float(getattr(model.method, name)) == own
-    wish = Wish(patch_cosine=0.6, confidence=0.8)
-    promise, tested = keep_promise(model, images[:80].split(20), wish)
+    goal = FidelityGoal(patch_cosine=0.6, confidence=0.8)
+    promise, tested = keep_promise(model, images[:80].split(20), goal)
     assert [point.setting for point in tested] == settings[: len(tested)]
     assert promise["setting"] == [name, pytest.approx(float(getattr(model.method, name)))]
     assert promise["below"] <= most_failures(80, 0.2) and 0 < promise["cost"] < 1 and promise["images"] == 80
@@ -142,10 +150,10 @@ def test_a_promise_out_of_reach_says_what_could_be_had(monkeypatch):
     model = build("vit", ToMe(r=4))
     own = model.method.r
     with pytest.raises(dwindle.DwindleError, match=r"at 0\.\d\d of it so many images reach 0\.\d+ \(--patch-cosine\)"):
-        keep_promise(model, [images_for(model, 80)], Wish(patch_cosine=0.9999))
+        keep_promise(model, [images_for(model, 80)], FidelityGoal(patch_cosine=0.9999))
     assert model.method.r == own
     with pytest.raises(dwindle.DwindleError, match="5 images to calibrate on"):
-        Calibration(model, [images_for(model, 5)], Wish(patch_cosine=0.9), None)
+        Calibration(model, [images_for(model, 5)], FidelityGoal(patch_cosine=0.9), None)
     with pytest.raises(dwindle.DwindleError, match="no operating point"):
         settings_of(build("vit", dwindle.Static()))
     assert calibration.BATCH >= 1
@@ -169,7 +177,7 @@ def test_the_command_and_what_it_saves(places, tmp_path):
     assert promise["confidence"] == 0.8 and promise["held_out"]["images"] in (69, 70)
     assert "keep it" in told_of.out
     model = dwindle.load(tmp_path / "kept")
-    assert promise_of(model) == promise and "0.8 of images" in told(promise)
+    assert promise_of(model) == promise and "0.8 of images" in sentence(promise)
     assert "**Promise**: at least 0.8 of images" in model_card(read_config(tmp_path / "kept"), "kept")
     assert Served("kept", model).about()["promise"] == promise
     model.method.r += 0.5  # at another setting nothing was promised

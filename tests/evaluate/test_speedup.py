@@ -21,7 +21,7 @@ from shared.tiny import BACKBONES, METHODS, ONE_GRID, build, images_for
 def eager_alone(monkeypatch):
     """No graph is recorded of models that take less time than that."""
     monkeypatch.setattr(module, "variants_on", lambda place, dtype: ("eager",))
-    monkeypatch.setattr(module, "quickest", lambda model, details: model)
+    monkeypatch.setattr(module, "prepared_or_self", lambda model, details: model)
 
 
 def headless(**options) -> VisionTransformer:
@@ -147,11 +147,11 @@ def places(tmp_path_factory) -> dict[str, Path]:
 
 def test_the_command_saves_the_winner(places, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "WORTH", 0.0)
-    methods = {name: kind for name, kind in module.ways().items() if name != "Resolution"}
-    monkeypatch.setattr(module, "ways", lambda: methods)
+    methods = {name: kind for name, kind in module.methods_by_name().items() if name != "Resolution"}
+    monkeypatch.setattr(module, "methods_by_name", lambda: methods)
     line = "speedup {encoder} --data {photos} --patch-cosine 0.01 --budgets 0.8,0.6 --seconds 0 --out {out}"
     done = run(line, out=tmp_path / "fast", **places)
-    assert done.json["winner"] in done.json["said"] and (tmp_path / "fast" / "frontier.png").is_file()
+    assert done.json["winner"] in done.json["message"] and (tmp_path / "fast" / "frontier.png").is_file()
     model = dwindle.load(done.json["out"])
     wanted = next(row for row in done.json["rows"] if row["name"] == done.json["winner"])
     with torch.no_grad():

@@ -408,5 +408,5 @@ def test_processes_share_the_work(data, tmp_path, trained):
 def test_a_process_of_torchrun_works_alone(monkeypatch):
     for name, value in {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert ranks.apart("cuda") == ("cuda:1", 3) and ranks.started() == 1
-    assert ranks.apart("cpu") == ("cpu", 0)
+    assert ranks.detach_from_torchrun("cuda") == ("cuda:1", 3) and ranks.started() == 1
+    assert ranks.detach_from_torchrun("cpu") == ("cpu", 0)

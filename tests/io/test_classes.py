@@ -22,7 +22,7 @@ from dwindle.io.batches import loader
 from dwindle.io.classes import by_name, class_names, known_classes, match
 from dwindle.io.datasets import Images, hold_out, in_order, matched
 from dwindle.io.opening import open_data
-from dwindle.io.sets import evaluation_images, parts_for, training_and_evaluation
+from dwindle.io.sets import evaluation_images, splits_for, training_and_evaluation
 from dwindle.recipes.vision import tiny_test
 from dwindle.show.terminal import show_table
 from dwindle.train.loop import Run
@@ -65,7 +65,7 @@ def test_names_are_matched(data, model, numbers):
 def test_a_name_of_two_classes_is_left_out_and_said(data, model):
     found = by_name(data, model)
     assert found.numbers.tolist() == [-1, 0] and found.unsure == (data[0],)
-    assert f"'{data[0]}': which of its classes these are is not certain" in found.told()
+    assert f"'{data[0]}': which of its classes these are is not certain" in found.summary()
     assert found.about()["unsure"] == [data[0]] and found.about()["classes"] == 1
 
 
@@ -95,7 +95,7 @@ def test_what_does_not_match_is_refused():
         match(["a", "b", "c"], 3, None, 4, named="d")
     for data, model in ((None, ["a", "b"]), (["a", "b"], None), (None, None)):
         found = match(data, 2, model, 2, named="d")
-        assert found.how == "by number" and found.same and "by number" in found.told()
+        assert found.how == "by number" and found.same and "by number" in found.summary()
     assert match(["tench", "x"], 2, None, 1000, named="d").numbers.tolist() == [0, -1]  # a head of ImageNet's size
     assert match([f"class {i}" for i in range(1000)], 1000, None, 1000, named="d").how == "by number"
 
@@ -125,8 +125,8 @@ def test_images_of_other_classes_are_left_out_and_counted():
     assert part.classes == ["bear", "bicycle", "orchid"] and part.num_classes == 3
     told = {"matched": "by name", "classes": 2, "classes_data": 3, "classes_model": 3, "images_left_out": 1}
     assert part.about() == {"on": "all of made: 4 images"} | told
-    assert "2 of the data's 3 classes are among the model's 3" in part.told() and "no 'wasp'" in part.told()
-    assert "1 images are left out" in part.told()
+    assert "2 of the data's 3 classes are among the model's 3" in part.summary() and "no 'wasp'" in part.summary()
+    assert "1 images are left out" in part.summary()
     with pytest.raises(DwindleError, match="no image of a class that the model has too"):
         matched(images_of([1, 1], ["orchid", "wasp"]), ["orchid"], 1)
     with pytest.raises(DwindleError, match="holds label 2, but names 2 classes"):
@@ -366,12 +366,12 @@ def test_the_held_out_are_those_of_every_run(tmp_path):
     moved = str(tmp_path / "moved")
     os.rename(data, moved)
     assert evaluation_images(model, moved).rows.tolist() == held.rows.tolist()
-    ours, theirs = parts_for(model, moved)
+    ours, theirs = splits_for(model, moved)
     assert (ours.rows.tolist(), theirs.rows.tolist()) == (train.rows.tolist(), held.rows.tolist())
     folders(tmp_path / "d", ["ant", "bee"], each=20)
     Image.new("RGB", (40, 40)).save(tmp_path / "d" / "ant" / "new.png")
     changed = evaluation_images(model, data)
-    assert len(changed) == 41 and "images it was trained on among them" in changed.told()
+    assert len(changed) == 41 and "images it was trained on among them" in changed.summary()
     assert len(evaluation_images(small(2, {"classes": ["ant", "bee"]}), data)) == 41
     same = training_and_evaluation(data, None, 0)
     assert len(same[0]) == len(same[1]) == 41 and "which it was trained on" in same[1].where and same[2] == {}

@@ -47,7 +47,7 @@ def test_a_prepared_model_looks_at_the_smaller_image():
     out, fast = model(images), model.prepare(details=True)(images)
     torch.testing.assert_close(fast.features, out.features, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(fast.logits, out.logits, atol=1e-5, rtol=1e-4)
-    assert (fast.trace.grid, fast.trace.whole) == (out.trace.grid, out.trace.whole) == ((2, 2), (4, 4))
+    assert (fast.trace.grid, fast.trace.image_grid) == (out.trace.grid, out.trace.image_grid) == ((2, 2), (4, 4))
     assert float(model.cost(fast.trace)) == pytest.approx(float(model.cost(out.trace)))
 
 
@@ -128,7 +128,7 @@ def test_a_teachers_attention_reaches_what_judges(name):
     images = images_for(model)
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    assert model.method.asks_attention and model.method.loss_weights["attention"] == 0.5
+    assert model.method.needs_teacher_attention and model.method.loss_weights["attention"] == 0.5
     distances = []
     for _ in range(6):
         torch.manual_seed(1)  # Gumbel's noise
@@ -140,7 +140,7 @@ def test_a_teachers_attention_reaches_what_judges(name):
         distances.append(float(distance.detach()))
     assert min(distances[1:]) < distances[0]  # downhill
     plain = build("vit", make(0.0)).train()
-    assert not plain.method.asks_attention
+    assert not plain.method.needs_teacher_attention
     assert "attention" not in plain.method.losses(plain(images), taught(plain, images))
     assert "attention" not in plain.method.loss_weights
 

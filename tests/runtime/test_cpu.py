@@ -95,7 +95,7 @@ def test_a_setting_that_is_turned_is_not_stale(method):
     before = fast(images)
     name = model.method.operating_point[0]
     for owner in (model, fast):
-        dwindle.evaluate.evaluate.turn(owner, 0.4 if method == "TopK" else 1.5, name)
+        dwindle.evaluate.evaluate.set_operating_point(owner, 0.4 if method == "TopK" else 1.5, name)
     same(fast(images), model(images), 1e-4)
     assert not torch.equal(fast(images).trace.depth, before.trace.depth)
     assert fast.path(images) == ("graph" if method == "TopK" else "packed")

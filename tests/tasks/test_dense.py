@@ -82,7 +82,7 @@ def test_a_head_for_patches_counts_and_is_exact_without_halting():
 
 
 @pytest.mark.parametrize("backbone", ["vit", "average", "hf_dinov2"])
-@pytest.mark.parametrize("method", [name for name in METHODS if not METHODS[name]().judges_answers])
+@pytest.mark.parametrize("method", [name for name in METHODS if not METHODS[name]().exits_by_confidence])
 def test_layouts_agree_on_patches(backbone, method):
     model = build(backbone, METHODS[method](), torch.float64, outputs=3)
     x = images_for(model, 4, torch.float64)

@@ -191,7 +191,7 @@ def _standardised() -> list[float]:
     weight = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
     values = x[own] @ weight
     mean, deviation = moments(values, live[own])
-    loss = ranks.share((((values - mean) / deviation) ** 3 * live[own]).sum(), live[own].sum())
+    loss = ranks.ratio_over_ranks((((values - mean) / deviation) ** 3 * live[own]).sum(), live[own].sum())
     loss.backward()
     assert weight.grad is not None
     return ranks.mean(weight.grad).tolist()
@@ -208,7 +208,7 @@ def _evaluated(sizes: list[int], sharded: bool) -> dict[str, float]:
     torch.manual_seed(0)
     vit = VisionTransformer(img_size=32, patch_size=16, embed_dim=16, depth=2, num_heads=2, num_classes=3)
     model = dwindle.adapt(vit, dwindle.AViT(target_depth=1, threshold=0.5, beta=0.0))
-    if sharded and ranks.together():
+    if sharded and ranks.is_distributed():
         shard(model)
     batches = [(torch.randn(n, 3, 32, 32), torch.randint(3, (n,))) for n in sizes]
     own = batches[ranks.rank() :: ranks.world()]

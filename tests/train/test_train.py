@@ -17,7 +17,7 @@ from dwindle.recipes.vision import tiny_test
 from dwindle.train.build import build_vit, parameter_groups
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe, changed
-from dwindle.train.teacher import Answers, Room
+from dwindle.train.teacher import CacheBudget, TeacherCache
 
 
 @pytest.fixture(scope="module")
@@ -231,11 +231,11 @@ def test_a_teacher_is_asked_once_for_runs_on_the_same_batches(method, data, tmp_
     settings = {"teacher": str(tmp_path / "static"), "resident": True, "mixup": 0.2, "accumulate": 2}
     options = {"AHT": {"stages": (2, 3), "budget": 0.7}, "DynamicViT": {"stages": (2, 3)}}[method]
     recipe = small(method=method, method_options=options, **settings)
-    answers, asked, losses = Answers(), [], []
+    answers, asked, losses = TeacherCache(), [], []
     for name, kept in (("alone", None), ("first", answers), ("second", answers)):
         run = Run(recipe, data, tmp_path / name, device="cpu", answers=kept)
         losses.append([numbers["total"] for numbers in run.epochs()])
-        asked.append(run.learner.teacher.asked)
+        asked.append(run.learner.teacher.computed)
     assert losses[0] == losses[1] == losses[2]
     again = run.steps_per_epoch if method == "DynamicViT" else 0  # it reads features, too large to keep
     assert asked == [run.steps_per_epoch, run.steps_per_epoch, again]  # in the last epoch
@@ -248,9 +248,9 @@ def test_batches_come_again_and_the_teacher_is_asked_once(resident, data, tmp_pa
     asked = {}
     for name in ("kept", "asked"):
         if name == "asked":
-            monkeypatch.setattr(Answers, "keep", lambda *_: None)
+            monkeypatch.setattr(TeacherCache, "keep", lambda *_: None)
         run = Run(recipe, data, tmp_path / name, device="cpu")
-        asked[name] = [run.learner.teacher.asked for _ in run.epochs()]
+        asked[name] = [run.learner.teacher.computed for _ in run.epochs()]
     always = run.steps_per_epoch
     assert asked == {"kept": [always, always, 0, 0, 0], "asked": [always] * 5}
     ours, theirs = weights(tmp_path / "kept"), weights(tmp_path / "asked")
@@ -266,8 +266,8 @@ def test_batches_come_again_and_the_teacher_is_asked_once(resident, data, tmp_pa
 
 
 def test_answers_beyond_the_room_are_asked_again():
-    room = Room(1000)
-    answers, others = Answers(room), Answers(room)
+    room = CacheBudget(1000)
+    answers, others = TeacherCache(room), TeacherCache(room)
     for step in range(2):
         answers.keep(step, {"logits": torch.zeros(100), "features": torch.zeros(1)})
         others.keep(step, {"logits": torch.zeros(100)})

@@ -41,7 +41,7 @@ class HuggingFaceViT(HuggingFace):
     def readout(self, stream_BND: Tensor) -> Tensor:
         vit: Any = self.vit
         if self.distilled:
-            by_class, by_teacher = self.answers(stream_BND)
+            by_class, by_teacher = self.distilled_logits(stream_BND)
             return (by_class + by_teacher) / 2
         pooled: Tensor
         if not self.reads_patches:
@@ -59,9 +59,9 @@ class HuggingFaceViT(HuggingFace):
     def read_first(self) -> int | None:
         return None if self.reads_patches else self.prefix
 
-    def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
+    def distilled_logits(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
         if not self.distilled:
-            return super().answers(stream_BND)
+            return super().distilled_logits(stream_BND)
         vit: Any = self.vit
         x = self.norm(stream_BND[:, :2])
         return vit.cls_classifier(x[:, 0]), vit.distillation_classifier(x[:, 1])

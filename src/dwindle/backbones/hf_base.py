@@ -28,7 +28,7 @@ class HuggingFace(Backbone):
 
     kinds: ClassVar[tuple[str, ...]] = ()  # names of the classes
     plain: ClassVar[Any]  # a TypedDict of the options of the config that a checkpoint may hold
-    speaks = True
+    has_own_outputs = True
     any_size = True  # position embeddings are interpolated
     vit: Any
 

@@ -53,7 +53,7 @@ class HuggingFaceDINOv3(HuggingFace):
 
     def call(self, block: nn.Module, x: Tensor, tokens: Tokens) -> Any:
         assert tokens.positions is not None
-        cos, sin = tokens.placed(tokens.positions).chunk(2, -1)
+        cos, sin = tokens.gather_positions(tokens.positions).chunk(2, -1)
         return block(x, position_embeddings=(cos, sin))
 
     def parts(self, block: Any) -> None:

@@ -78,7 +78,7 @@ class HuggingFaceVideoMAE(HuggingFace):
     def grid(self, images: Tensor) -> tuple[int, int]:
         return self.shape.grid()
 
-    def misfit(self, images: Tensor) -> str | None:
+    def expected_shape(self, images: Tensor) -> str | None:
         config, (high, wide) = self.tower.config, self.shape.image
         side = high // (config.num_frames // config.tubelet_size)
         wanted = (config.num_frames, self.shape.channels, side, wide)

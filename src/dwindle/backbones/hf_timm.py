@@ -29,7 +29,7 @@ class Wrapped(TypedDict, total=False):
 class HuggingFaceTimm(Backbone):
     family = "hf_timm"
     takes = "TimmWrapper around a timm model taken here"
-    speaks = True
+    has_own_outputs = True
     vit: Any
 
     def __init__(self, vit: Any) -> None:
@@ -51,8 +51,8 @@ class HuggingFaceTimm(Backbone):
     def attentions(self, block: Any) -> list[Any]:
         return self.inner.attentions(block)
 
-    def reads(self, owner: nn.Module, name: str) -> bool:
-        return self.inner.reads(owner, name)
+    def reads_weight(self, owner: nn.Module, name: str) -> bool:
+        return self.inner.reads_weight(owner, name)
 
     def mlp_in(self, block: Any) -> Any:
         return self.inner.mlp_in(block)
@@ -75,8 +75,8 @@ class HuggingFaceTimm(Backbone):
     def once(self, block: nn.Module, x: Tensor, tokens: Tokens) -> Any:
         return self.inner.once(block, x, tokens)
 
-    def turned(self, block: nn.Module, q: Tensor, k: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        return self.inner.turned(block, q, k, tokens)
+    def rotated(self, block: nn.Module, q: Tensor, k: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        return self.inner.rotated(block, q, k, tokens)
 
     def readout(self, stream_BND: Tensor) -> Tensor:
         return self.inner.readout(stream_BND)
@@ -84,11 +84,11 @@ class HuggingFaceTimm(Backbone):
     def normed(self, stream_BND: Tensor) -> Tensor:
         return self.inner.normed(stream_BND)
 
-    def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
-        return self.inner.answers(stream_BND)
+    def distilled_logits(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner.distilled_logits(stream_BND)
 
-    def misfit(self, images: Tensor) -> str | None:
-        return self.inner.misfit(images)
+    def expected_shape(self, images: Tensor) -> str | None:
+        return self.inner.expected_shape(images)
 
     def grid(self, images: Tensor) -> tuple[int, int]:
         return self.inner.grid(images)

@@ -47,10 +47,10 @@ class TimmViT(TimmModel):
         embedded: Tensor = vit.norm_pre(vit.patch_drop(view._pos_embed(patches)))
         return embedded
 
-    def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
+    def distilled_logits(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
         vit = self.vit
         if not hasattr(vit, "head_dist"):
-            return super().answers(stream_BND)
+            return super().distilled_logits(stream_BND)
         x = vit.norm(stream_BND[:, :2])
         return vit.head(vit.head_drop(x[:, 0])), vit.head_dist(vit.head_drop(x[:, 1]))
 

@@ -66,7 +66,7 @@ class TimmModel(Backbone):
     def mlp_in(self, block: Any) -> Any:
         return next(m for m in self._mlp_of(block).modules() if isinstance(m, nn.Linear))
 
-    def reads(self, owner: Any, name: str) -> bool:
+    def reads_weight(self, owner: Any, name: str) -> bool:
         return name == "qkv" and getattr(owner, "q_bias", None) is not None  # the bias is a parameter beside the layer
 
     def install(self) -> None:

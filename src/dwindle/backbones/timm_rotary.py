@@ -48,13 +48,13 @@ class Rotary(TimmModel):
         table: Tensor = self.vit.rope.get_embed(shape=grid)
         return table
 
-    def turned(self, block: Any, q: Tensor, k: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def rotated(self, block: Any, q: Tensor, k: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         if tokens.positions is None:
             return q, k
         positions = tokens.positions
         if positions.dim() == 4:
             positions = positions[next(depth for depth, other in enumerate(self.vit.blocks) if other is block)]
-        table, half = tokens.placed(positions), getattr(block.attn, "rotate_half", False)
+        table, half = tokens.gather_positions(positions), getattr(block.attn, "rotate_half", False)
         return tuple(apply_rot_embed_cat(x, table, half=half).to(x.dtype) for x in (q, k))  # type: ignore[return-value]
 
 

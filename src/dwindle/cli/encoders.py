@@ -10,9 +10,9 @@ from rich.progress import Progress
 
 from ..core.model import AdaptiveViT
 from ..errors import DwindleError
-from ..evaluate.calibration import CERTAINTY, Wish, keep_promise
+from ..evaluate.calibration import CERTAINTY, FidelityGoal, keep_promise
 from ..evaluate.embed import embed as embed_all
-from ..evaluate.evaluate import meet
+from ..evaluate.evaluate import calibrate_or_refuse
 from ..evaluate.fidelity import Agreement, agreement, static_twin
 from ..evaluate.readers import compared_images, halves, tensors, unlabelled
 from ..evaluate.speedup import BUDGETS
@@ -23,7 +23,7 @@ from ..io.checkpoint import is_checkpoint, save
 from ..io.datasets import Images
 from ..io.encoders import adapted_encoder
 from ..io.images import preprocess_of
-from ..io.promise import told
+from ..io.promise import sentence
 from ..runtime.dtypes import check_runs, converted, dtype_of
 from ..runtime.export import check_images
 from ..show.drawing import save_figure
@@ -88,7 +88,7 @@ def opened(
     """The model that a command names, on its device. A plain one is adapted by `method`, or else `default_method`."""
     model, adapted_here = adapted_encoder(source, weights, image_size, method, budget, default_method)
     if not adapted_here and budget is not None:
-        meet(model, check_images(model), budget)
+        calibrate_or_refuse(model, check_images(model), budget)
     return converted(model, dtype, device).to(device).eval()
 
 
@@ -121,10 +121,10 @@ def fidelity(
     """Compare the features with the static model's; and find the cheapest setting that keeps a promise of it."""
     check_loading(batch, limit)
     place = device_and_dtype(device, dtype)
-    wishes = patch_cosine is not None or class_cosine is not None
-    if out is not None and not wishes:
+    has_goal = patch_cosine is not None or class_cosine is not None
+    if out is not None and not has_goal:
         raise DwindleError(f"--out {out}: only a promise is saved; give --patch-cosine or --class-cosine as well.")
-    wish = Wish(patch_cosine, class_cosine, confidence, certainty) if wishes else None
+    goal = FidelityGoal(patch_cosine, class_cosine, confidence, certainty) if has_goal else None
     # A checkpoint has its own weights and image size, so that the options then describe the model of --against.
     of_static = (weights, image_size) if against is not None and is_checkpoint(model) else (None, None)
     own = (None, None) if any(of_static) else (weights, image_size)
@@ -134,15 +134,15 @@ def fidelity(
     promise = None
     result: dict[str, Any] = {}
     with progress_bar() as bar:
-        if wish is not None:
+        if goal is not None:
             calibration, images = halves(images)
-            promise, result["tested"] = _calibrated(adapted, calibration, wish, static, batch, workers, bar)
+            promise, result["tested"] = _calibrated(adapted, calibration, goal, static, batch, workers, bar)
         found = _compared(adapted, images, static, batch, workers, bar)
     summary = found.summary()
     show_agreement(f"{model} on {data}", summary)
     tell_images(images)
-    if promise is not None and wish is not None:
-        result["promise"] = _held_out(promise, wish, found)
+    if promise is not None and goal is not None:
+        result["promise"] = _held_out(promise, goal, found)
         if out is not None:
             _save(adapted, out, {"preprocess": preprocess_of(adapted).to_dict(), "promise": result["promise"]})
             result["out"] = str(out)
@@ -152,16 +152,16 @@ def fidelity(
 def _calibrated(
     model: AdaptiveViT,
     images: Images,
-    wish: Wish,
+    goal: FidelityGoal,
     static: AdaptiveViT | None,
     batch: int,
     workers: int,
     bar: Progress,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Turn the model to the cheapest setting that keeps the wish. Returns the promise, and a row per setting tested."""
+    """Turn the model to the cheapest setting that keeps the goal. Returns the promise, and a row per setting tested."""
     task = bar.add_task("calibrating", total=None)
     batches = tensors(images, batch, workers)
-    promise, tested = keep_promise(model, batches, wish, static=static, progress=lambda point: bar.advance(task))
+    promise, tested = keep_promise(model, batches, goal, static=static, progress=lambda point: bar.advance(task))
     return promise, [{"setting": round(p.setting, 6), "cost": round(p.cost, 4), "below": p.below} for p in tested]
 
 
@@ -180,10 +180,12 @@ def _compared(
     )
 
 
-def _held_out(promise: dict[str, Any], wish: Wish, found: Agreement) -> dict[str, Any]:
+def _held_out(promise: dict[str, Any], goal: FidelityGoal, found: Agreement) -> dict[str, Any]:
     """Print the promise and how often held-out images keep it; return it with that number."""
-    images, kept = len(found.cost), float(wish.kept(found.class_cosine, found.patch_cosine).float().mean())
-    console.print(plain(f"Promise: {told(promise)}; of {images} held-out images {kept:.4g} keep it."), soft_wrap=True)
+    images, kept = len(found.cost), float(goal.kept(found.class_cosine, found.patch_cosine).float().mean())
+    console.print(
+        plain(f"Promise: {sentence(promise)}; of {images} held-out images {kept:.4g} keep it."), soft_wrap=True
+    )
     return promise | {"held_out": {"images": images, "kept": round(kept, 4)} | found.summary()}
 
 
@@ -237,7 +239,7 @@ def embed(
         message = f"{result['rows']} embeddings of {result['width']} in {out}{unread(result)}"
         console.print(plain(message), soft_wrap=True)
         if result["promise"] is not None:
-            console.print(plain(f"Promise: {told(result['promise'])}."), soft_wrap=True)
+            console.print(plain(f"Promise: {sentence(result['promise'])}."), soft_wrap=True)
         finish(result)
 
 
@@ -289,10 +291,10 @@ def speedup(
     show_table(f"{model} on {data}, batch {batch}; static: {static}", columns, lines)
     for name, reason in result.left_out.items():
         aside.print(plain(f"left out {name}: {reason}"), soft_wrap=True)
-    console.print(plain(result.said), soft_wrap=True)
+    console.print(plain(result.message), soft_wrap=True)
     measured = "top1" if any("top1" in row for row in rows) else "patch_cosine"
     out.mkdir(parents=True, exist_ok=True)
-    plot = save_figure(frontier(rows, measured, f"{model}: {result.said}"), out / "frontier.png")
+    plot = save_figure(frontier(rows, measured, f"{model}: {result.message}"), out / "frontier.png")
     summary = result.about | {"plot": str(plot), "batch": batch, "dtype": dtype, "device": place, **about}
     if result.model is not None:
         extra = {"preprocess": preprocess_of(source).to_dict(), "speedup": summary}
@@ -340,7 +342,7 @@ def fit(
     show_agreement(f"{model} at {budget:g}, fitted on {data}", result)
     tell_images(run.task.eval_images)
     _print_saved(folder)
-    finish(result | run.task.about() | run.task.noticed())
+    finish(result | run.task.about() | run.task.extra_metrics())
 
 
 def show_agreement(title: str, summary: dict[str, Any]) -> None:

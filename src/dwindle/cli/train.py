@@ -95,7 +95,8 @@ def train(
     if holdout and not run.task.holdout:
         raise DwindleError(f"--holdout {holdout}: '{eval_data or data}' has images to evaluate on; leave it out.")
     if run_through(run):
-        finish({"out": str(out), **(run.history[-1] if run.history else {}), **run.task.about(), **run.task.noticed()})
+        metrics = run.history[-1] if run.history else {}
+        finish({"out": str(out), **metrics, **run.task.about(), **run.task.extra_metrics()})
 
 
 def compare(
@@ -134,7 +135,7 @@ def compare(
     plan = dataclasses.replace(plan, base=changed(plan.base, set or []))
     if task_named(plan.base.task).needs_data:
         data, out = needed(data, "compare", "--data"), needed(out, "compare", "--out")
-    place, rank = ranks.apart(device_for(device))
+    place, rank = ranks.detach_from_torchrun(device_for(device))
     with progress_bar(rank == 0) as bar:
         work = Compare(
             comparison,
@@ -150,7 +151,7 @@ def compare(
             until=None if until is None else 60 * until,
         )
         for row in work.results():
-            aside.print(plan.told(row))
+            aside.print(plan.line(row))
     if rank:
         return  # the first process prints the results of all
     report = work.report()

@@ -103,7 +103,7 @@ class Backbone(FamilyFace):
         """All attention modules of a block, which may have several side by side. Methods read the first one."""
         return [self.attention(block)]
 
-    def reads(self, owner: nn.Module, name: str) -> bool:
+    def reads_weight(self, owner: nn.Module, name: str) -> bool:
         """Whether the module `owner` of a block reads the weight of its linear layer `name` without calling it."""
         return False
 
@@ -128,7 +128,7 @@ class Backbone(FamilyFace):
         """How many of the first tokens `readout` reads; None: all of them."""
         return None
 
-    def answers(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
+    def distilled_logits(self, stream_BND: Tensor) -> tuple[Tensor, Tensor]:
         """The logits of the class token's head and those of the distillation token's head."""
         raise DwindleError(
             f"{type(self.vit).__name__} has no distillation token; take a distilled model "
@@ -154,7 +154,7 @@ class Backbone(FamilyFace):
         """Rows and columns of the patches of these images."""
         return self.shape.grid((images.shape[-2], images.shape[-1]))
 
-    def misfit(self, images: Tensor) -> str | None:
+    def expected_shape(self, images: Tensor) -> str | None:
         """The shape that images must have, if the model cannot take these; None if it can."""
         shape = self.shape
         sized = images.dim() == 4 and len(images) > 0 and images.shape[1] == shape.channels
@@ -245,7 +245,7 @@ class Backbone(FamilyFace):
                 if is_drop_path(module):
                     module.register_forward_hook(drop_per_image)
 
-    def check_heard(self) -> None:
+    def check_bypassed_hooks(self) -> None:
         """Refuse hooks and forwards that a user put on a module around the blocks: the loop calls the blocks one by
         one and not that module, so they would be ignored without a word."""
         if torch.compiler.is_compiling():
@@ -283,7 +283,7 @@ class Backbone(FamilyFace):
         return self._run(block, tokens, probe)
 
     def _run(self, block: nn.Module, tokens: Tokens, probe: Probe) -> Tokens:
-        run = Run(tokens, probe, partial(self.turned, block))
+        run = Run(tokens, probe, partial(self.rotated, block))
         forward = partial(self.call, block, tokens=tokens)
         call = self._checkpointed(block, run) if self.recomputes else run.wrapped(forward)
         after = tokens.update(call, block, probe)
@@ -298,14 +298,14 @@ class Backbone(FamilyFace):
 
     def positions(self, images: Tensor) -> Tensor | None:
         """(..., N, C): what blocks are given for each token's place, the same for all images; None: nothing. The loop
-        keeps it as `tokens.positions`, and `tokens.placed` gives the part that belongs to the live rows."""
+        keeps it as `tokens.positions`, and `tokens.gather_positions` gives the part that belongs to the live rows."""
         return None
 
     def call(self, block: nn.Module, x: Tensor, tokens: Tokens) -> Any:
         """The block's forward on rows, with the arguments that the family passes to its blocks."""
         return block(x)
 
-    def turned(self, block: nn.Module, q: Tensor, k: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def rotated(self, block: nn.Module, q: Tensor, k: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Queries and keys (b, H, rows, E) after rotary positions. A family overrides this if its own code takes the
         first rows for the prefix and so would rotate the wrong ones; its `call` then gives the block no positions."""
         return q, k
@@ -317,7 +317,7 @@ class Backbone(FamilyFace):
     def _checkpointed(self, block: nn.Module, run: Run) -> Callable[[Tensor], Tensor]:
         """The block's forward, which the backward pass runs a second time instead of storing activations. The second
         run gets a copy of the notes as they are here, because the method goes on writing to them."""
-        second = Run(run.tokens.changed(notes=dict(run.tokens.notes)), run.probe, run.turned)
+        second = Run(run.tokens.changed(notes=dict(run.tokens.notes)), run.probe, run.rotated)
         runs = iter((run, second))
         forward = partial(self.once, block, tokens=run.tokens)
         return lambda x: checkpoint(lambda x: next(runs, second).wrapped(forward)(x), x, use_reentrant=False)

@@ -40,7 +40,7 @@ EVERY_DEPTH = ("forward_intermediates", "get_intermediate_layers")  # those that
 class FamilyFace:
     """How the models of a family are called and what they return. Part of a `Backbone`."""
 
-    speaks: ClassVar[bool] = False  # the family has its own classes of answers, and returns those
+    has_own_outputs: ClassVar[bool] = False  # the family has its own classes of answers, and returns those
 
     def request(self, images: Tensor, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """The name of the wrapped model's method that answers, and the arguments to call it with."""
@@ -162,15 +162,15 @@ class Call:
     def loop(self, x: Tensor) -> None:
         """Run the model's loop on embedded images and keep the features, the trace and the states."""
         model, states = self.model, list[Tensor]()
-        seen = self.images if self.forced.get("depths") is not None else model.method.seen(self.images)
-        if seen is not self.images:
-            x = model.backbone.embed(seen)
+        resized = self.images if self.forced.get("depths") is not None else model.method.resize(self.images)
+        if resized is not self.images:
+            x = model.backbone.embed(resized)
         collected = states if self.every_depth else None
-        self.read, self.trace = model.loop(x, seen, self.images, self.start, states=collected, **self.forced)
+        self.read, self.trace = model.loop(x, resized, self.images, self.start, states=collected, **self.forced)
         states += [self.read] * (len(model.backbone.blocks) - len(states))
         states[-1] = self.read
-        self.states = [model.whole(state, seen, self.images) for state in states] if self.every_depth else []
-        self.features = model.whole(self.read, seen, self.images)
+        self.states = [model.whole(state, resized, self.images) for state in states] if self.every_depth else []
+        self.features = model.whole(self.read, resized, self.images)
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:

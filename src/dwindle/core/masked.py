@@ -52,7 +52,7 @@ class Masked(Tokens):
             return attend_gated(q, k, v, gate, pair_bias, **options)
         return attend_masked(q, k, v, self.live, bias, pair_bias, **options)
 
-    def placed(self, places: Tensor) -> Tensor:
+    def gather_positions(self, places: Tensor) -> Tensor:
         return places
 
     def mean_keys(self, k: Tensor) -> Tensor:
@@ -93,10 +93,10 @@ class Masked(Tokens):
     def rows_of(self, place: Tensor) -> Tensor:
         return place
 
-    def led(self, into: Tensor) -> Tensor:
+    def merge_leaders(self, into: Tensor) -> Tensor:
         return torch.where(self.live, into, self.alone if self.leader is None else self.leader)
 
-    def joined(self, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+    def merge_states(self, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
         merged: tuple[Tensor, Tensor] = self._compiled(merge_ref)(self.x, weight, into)
         return merged
 
@@ -135,7 +135,7 @@ class Masked(Tokens):
         return self.value
 
     @property
-    def counted(self) -> Tensor:
+    def live_rows(self) -> Tensor:
         return self.live
 
     @property

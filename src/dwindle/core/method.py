@@ -55,15 +55,15 @@ class Method(nn.Module):
     renamed: ClassVar[dict[str, str]] = {}  # option names of older checkpoints -> the names of these options
     per_image_point: bool = False  # the method reads `operating_value`, so each image of a batch may have its own
     keeps_prefix: bool = False  # all prefix tokens go on to the end, unless other depths are forced
-    judges_answers: ClassVar[bool] = False  # the method decides by the class probabilities so far
-    asks_attention: bool = False  # the method's losses read the teacher's attention
-    asks_features: bool = False  # the method's losses read the teacher's features
+    exits_by_confidence: ClassVar[bool] = False  # the method decides by the class probabilities so far
+    needs_teacher_attention: bool = False  # the method's losses read the teacher's attention
+    needs_teacher_features: bool = False  # the method's losses read the teacher's features
     needs_training: ClassVar[bool] = True  # the method's decisions mean nothing before training
-    rival: ClassVar[bool] = False  # the method is a baseline to compare others with
+    baseline: ClassVar[bool] = False  # the method is a baseline to compare others with
     variants: ClassVar[tuple[str, ...]] = ()  # names of other constructors, which take a budget too
     trained: bool = False  # the method was trained, here or before it was loaded
-    held: bool = False  # training or calibration held the method's budget
-    warned: bool = False  # `tell_unready` has warned already
+    budget_held: bool = False  # training or calibration held the method's budget
+    warned: bool = False  # `warn_untrained` has warned already
     progress: float = 1.0  # the share of training that is done; the training loop sets it, ramps read it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -76,13 +76,13 @@ class Method(nn.Module):
         """Check the settings against the backbone and build what depends on its shape. `adapt` calls this once."""
         self.shape = shape
 
-    def seen(self, images: Tensor) -> Tensor:
+    def resize(self, images: Tensor) -> Tensor:
         """(B, C, height, width): the images that the model computes, which may be smaller than `images`; both sides are
         multiples of the patch. Where depths are forced the model computes the images themselves."""
         return images
 
-    def seen_size(self, image: tuple[int, int]) -> tuple[int, int]:
-        """Height and width that `seen` gives an image of this height and width."""
+    def resized_size(self, image: tuple[int, int]) -> tuple[int, int]:
+        """Height and width that `resize` gives an image of this height and width."""
         return image
 
     def start(self, tokens: Tokens) -> Tokens:
@@ -100,8 +100,8 @@ class Method(nn.Module):
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
         """The method's own loss terms, unweighted.
 
-        teacher: a static model's output for the batch. Its trace holds the attention if `asks_attention` (in training
-        every block holds the mean over blocks), and it has features if `asks_features`.
+        teacher: a static model's output for the batch. Its trace holds the attention if `needs_teacher_attention`
+        (in training every block holds the mean over blocks), and it has features if `needs_teacher_features`.
         """
         return {}
 
@@ -137,7 +137,7 @@ class Method(nn.Module):
         """Multiply-accumulates that the method adds after block `depth`, for images with this many live tokens."""
         return torch.zeros_like(tokens)
 
-    def tell_unready(self) -> None:
+    def warn_untrained(self) -> None:
         """Warn once if the method was never trained, or if its budget was never held."""
         if self.warned or not self.needs_training or torch.compiler.is_compiling():
             return
@@ -149,7 +149,7 @@ class Method(nn.Module):
                 f"{name} has not been trained: what it answers, and what that costs, means nothing yet. Train it, or "
                 f"take a method that needs no training ({ready})."
             )
-        elif budget is not None and not self.held and type(self).hold_budget is not Method.hold_budget:
+        elif budget is not None and not self.budget_held and type(self).hold_budget is not Method.hold_budget:
             message = (
                 f"{name} was trained, but its budget of {budget} was never held, so it costs what chance gave. Call "
                 "model.hold_budget(out) after every training step, or now dwindle.calibrate(model, images, budget)."
@@ -172,20 +172,20 @@ class Method(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in self.config.items())
 
 
-def ways() -> dict[str, type[Method]]:
+def methods_by_name() -> dict[str, type[Method]]:
     """The method class of every name a user may give: the class's own, or with a variant: 'ToMe.for_features'."""
     kinds = sorted(Method.registry.items())
     return {full: kind for name, kind in kinds for full in (name, *(f"{name}.{variant}" for variant in kind.variants))}
 
 
-def constructor(way: str) -> Callable[..., Method]:
-    """The class or class method that makes the method of this name, which is one of `ways`."""
-    kind, variant = ways()[way], way.partition(".")[2]
+def constructor(name: str) -> Callable[..., Method]:
+    """The class or class method that makes the method of this name, which is one of `methods_by_name`."""
+    kind, variant = methods_by_name()[name], name.partition(".")[2]
     made: Callable[..., Method] = getattr(kind, variant) if variant else kind
     return made
 
 
-def brought_in(progress: float, ramp: float) -> float:
+def ramp_factor(progress: float, ramp: float) -> float:
     """A number that rises from 0 to 1 over the first share `ramp` of the training. progress: the share that is done."""
     return min(1.0, progress / ramp) if ramp else 1.0
 

@@ -67,7 +67,7 @@ class AdaptiveViT(Face):
         super().__init__()
         self.backbone: Backbone = backbone_of(vit)
         self.dense_head = self.backbone.head = dense_head
-        if dense_head is not None and method.judges_answers:
+        if dense_head is not None and method.exits_by_confidence:
             raise DwindleError(
                 f"{type(method).__name__} stops an image when its class is clear, and a head for patches tells no "
                 "class; take a method that stops tokens, such as AHT or ToMe."
@@ -109,7 +109,7 @@ class AdaptiveViT(Face):
         """
         images = self.check_images(self.backbone.given(pixel_values if images is None else images, options))
         start = self.beginning(layout, depths is not None)
-        if self.speaks and not torch.compiler.is_compiling():
+        if self.has_own_outputs and not torch.compiler.is_compiling():
             return_dict = options.pop("return_dict", True)
             out = answered(self, images, start, options, depths=depths, operating_point=operating_point)
         elif self.inside and not torch.compiler.is_compiling():
@@ -128,9 +128,9 @@ class AdaptiveViT(Face):
         return result
 
     @property
-    def speaks(self) -> bool:
+    def has_own_outputs(self) -> bool:
         """Whether calls return the wrapped model's own classes of answers."""
-        return self.backbone.speaks and self.dense_head is None
+        return self.backbone.has_own_outputs and self.dense_head is None
 
     def beginning(self, layout: str | None = None, forced: bool = False) -> Start:
         """The function that makes the tokens of a call's layout. forced: the caller gave the depths of tokens."""
@@ -140,7 +140,7 @@ class AdaptiveViT(Face):
         if self.training:
             self.method.trained = True
         elif not forced:
-            self.method.tell_unready()
+            self.method.warn_untrained()
         return LAYOUTS[layout].start
 
     def run(
@@ -151,22 +151,22 @@ class AdaptiveViT(Face):
         operating_point: Tensor | None = None,
     ) -> Output:
         """Embed the images, run the loop, read the answer out. start: makes the tokens of a layout (`beginning`)."""
-        seen = self.method.seen(images) if depths is None else images
-        with cutting(seen):
-            embedded = self.backbone.embed(seen)
-        features, trace = self.loop(embedded, seen, images, start, depths=depths, operating_point=operating_point)
-        whole = self.whole(features, seen, images)
+        resized = self.method.resize(images) if depths is None else images
+        with cutting(resized):
+            embedded = self.backbone.embed(resized)
+        features, trace = self.loop(embedded, resized, images, start, depths=depths, operating_point=operating_point)
+        whole = self.whole(features, resized, images)
         return Output(self.backbone.logits(features if self.dense_head is None else whole), trace, whole)
 
-    def whole(self, features_BND: Tensor, seen: Tensor, images: Tensor) -> Tensor:
-        """The features on the grid of `images`. They are interpolated if `seen`, which was computed, is smaller."""
-        grid, own = self.backbone.grid(seen), self.backbone.grid(images)
+    def whole(self, features_BND: Tensor, resized: Tensor, images: Tensor) -> Tensor:
+        """The features on the grid of `images`. They are interpolated if `resized`, which was computed, is smaller."""
+        grid, own = self.backbone.grid(resized), self.backbone.grid(images)
         return features_BND if grid == own else regridded(features_BND, self.backbone.shape.prefix, grid, own)
 
     def loop(
         self,
         embedded_BND: Tensor,
-        seen: Tensor,
+        resized: Tensor,
         images: Tensor,
         start: Start,
         *,
@@ -176,16 +176,16 @@ class AdaptiveViT(Face):
     ) -> tuple[Tensor, Trace]:
         """The loop over blocks. Returns the final state of every token (B, N, D) and the trace.
 
-        seen: the images that were embedded (`Method.seen`). states: a list to which every block appends the states of
-        all tokens.
+        resized: the images that were embedded (`Method.resize`). states: a list to which every block appends the states
+        of all tokens.
         """
         shape = self.backbone.shape
         tokens = start(embedded_BND, shape.prefix).changed(
             reader=self.backbone.logits,
             norm=self.backbone.normed,
-            positions=self.backbone.positions(seen),
+            positions=self.backbone.positions(resized),
             compiling=compiled_now(),
-            images=seen,
+            images=resized,
         )
         if depths is not None:
             if tuple(depths.shape) != tuple(tokens.shape):
@@ -195,8 +195,8 @@ class AdaptiveViT(Face):
         if operating_point is not None:
             self.check_operating_point(operating_point, tokens.shape[0])
             tokens.notes["operating_point"] = tokens.per_image(operating_point.to(embedded_BND.device))
-        grid, whole = self.backbone.grid(seen), self.backbone.grid(images)
-        trace = Trace(tokens.shape, shape.prefix, grid, shape.blocks, whole=None if whole == grid else whole)
+        grid, whole = self.backbone.grid(resized), self.backbone.grid(images)
+        trace = Trace(tokens.shape, shape.prefix, grid, shape.blocks, image_grid=None if whole == grid else whole)
 
         nearest = self.give_back is not None and self.give_back.halted == "nearest"
         tokens = self.method.start(tokens)
@@ -208,17 +208,17 @@ class AdaptiveViT(Face):
             tokens.add_final(verdict.weight)
             trace.record(tokens, verdict.record, verdict.exit)
             # A token merged with weight 0 leaves the nearest token as it is, and gets that token's state at the end.
-            merge = Merge(weight=tokens.numbers(0.0)) if nearest and verdict.merge is None else verdict.merge
+            merge = Merge(weight=tokens.full(0.0)) if nearest and verdict.merge is None else verdict.merge
             # Masked: gates close. Packed: the list of live rows gets shorter.
             tokens = tokens.advance(verdict.keep, verdict.gate, merge, verdict.rows)
             if states is not None:
-                states.append(tokens.given_back(tokens.stream()))
+                states.append(tokens.follow_leaders(tokens.stream()))
             if tokens.empty:
                 break
         stream = tokens.stream()
-        features = tokens.given_back(stream)
+        features = tokens.follow_leaders(stream)
         if self.give_back is not None:
-            features = self.give_back(stream, features, ~trace.to_the_end)
+            features = self.give_back(stream, features, ~trace.live_at_end)
         return features, trace
 
     @property
@@ -288,7 +288,7 @@ class AdaptiveViT(Face):
     def static_macs(self, trace: Trace | None = None) -> float:
         """Multiply-accumulates of one image with nothing halted. trace: gives the image size; None: the model's own."""
         shape = self.backbone.shape
-        grid = None if trace is None else trace.whole or trace.grid
+        grid = None if trace is None else trace.image_grid or trace.grid
         image = None if grid is None else (grid[0] * shape.patch[0], grid[1] * shape.patch[1])
         return static_macs(shape, image)
 
@@ -319,14 +319,14 @@ class AdaptiveViT(Face):
     def check_images(self, images: Any) -> Tensor:
         """The images, if the model takes them."""
         tensor: Tensor = check_tensor(images)
-        expected = self.backbone.misfit(tensor)
+        expected = self.backbone.expected_shape(tensor)
         if expected is not None or not tensor.is_floating_point():
             raise DwindleError(
                 f"Images of shape {tuple(tensor.shape)} and type {tensor.dtype} do not fit this model; it takes floats"
                 f"{'' if expected is None else ' ' + expected}; resize the images or build the model with img_size=..."
             )
         check_dtype(tensor, next(self.vit.parameters()).dtype)
-        self.backbone.check_heard()
+        self.backbone.check_bypassed_hooks()
         if self.checks and not (self.training or torch.compiler.is_compiling()):
             self.method.check_settings()
         return tensor

@@ -40,7 +40,7 @@ class Packed(Tokens):
         pairs = None if pair_bias is None else Pairs(pair_bias, self.place)
         return attend_packed(q, k, v, self.lengths, self.notes.get("key_bias"), pairs, **options)
 
-    def placed(self, places: Tensor) -> Tensor:
+    def gather_positions(self, places: Tensor) -> Tensor:
         return places.index_select(-2, self.place)
 
     def mean_keys(self, k: Tensor) -> Tensor:
@@ -113,12 +113,12 @@ class Packed(Tokens):
         dense = row.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.flat_index, row)
         return dense[self.image * self.shape[1] + place]
 
-    def led(self, into: Tensor) -> Tensor:
+    def merge_leaders(self, into: Tensor) -> Tensor:
         leader = self.alone if self.leader is None else self.leader
         place = self.place.index_select(0, into)
         return leader.flatten().index_copy(0, self.flat_index, place).view(self.shape)
 
-    def joined(self, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+    def merge_states(self, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
         x, total = merge_ref(self.x[None], weight[None], into[None])
         return x[0], total[0]
 

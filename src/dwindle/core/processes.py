@@ -12,19 +12,19 @@ from torch import Tensor
 from ..errors import DwindleError
 
 
-def together() -> bool:
+def is_distributed() -> bool:
     """Whether this process is in a group of several."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def world() -> int:
     """The number of ranks."""
-    return dist.get_world_size() if together() else 1
+    return dist.get_world_size() if is_distributed() else 1
 
 
 def rank() -> int:
     """The rank of this process."""
-    return dist.get_rank() if together() else 0
+    return dist.get_rank() if is_distributed() else 0
 
 
 def started() -> int:
@@ -51,7 +51,7 @@ def join(device: str | None = None) -> str | None:
     return f"cuda:{local}" if gpu else "cpu"
 
 
-def apart(device: str) -> tuple[str, int]:
+def detach_from_torchrun(device: str) -> tuple[str, int]:
     """Leave the processes that `torchrun` started, so that this one works alone. Returns its device and its rank."""
     rank, local = int(os.environ.get("RANK", "0")), os.environ.get("LOCAL_RANK", "0")
     if started() > 1:
@@ -69,7 +69,7 @@ def leave() -> None:
 
 def wait() -> None:
     """Wait until all ranks are here."""
-    if together():
+    if is_distributed():
         dist.barrier()
 
 
@@ -91,7 +91,7 @@ class _Sum(torch.autograd.Function):
 
 def total(value: Tensor) -> Tensor:
     """Sum over ranks, with its gradient."""
-    return _Sum.apply(value) if together() else value
+    return _Sum.apply(value) if is_distributed() else value
 
 
 def mean(value: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def mean(value: Tensor) -> Tensor:
     return total(value) / world()
 
 
-def share(part: Tensor, count: Tensor) -> Tensor:
+def ratio_over_ranks(part: Tensor, count: Tensor) -> Tensor:
     """A number whose mean over ranks is sum(part) / sum(count) over all ranks.
 
     Losses are averaged over ranks. Ranks have unequal numbers of live tokens, so a mean over tokens needs this form.
@@ -109,7 +109,7 @@ def share(part: Tensor, count: Tensor) -> Tensor:
 
 def gathered(value: Any) -> list[Any]:
     """The values of all ranks, in order. value: any object that can be pickled."""
-    if not together():
+    if not is_distributed():
         return [value]
     values: list[Any] = [None] * world()
     dist.all_gather_object(values, value)

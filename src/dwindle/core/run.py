@@ -20,15 +20,15 @@ from ..ops.half import AttentionMode
 from .packed import Packed
 from .tokens import Probe, Probed, Tokens
 
-Turned = Callable[[Tensor, Tensor, Tokens], tuple[Tensor, Tensor]]
+Rotated = Callable[[Tensor, Tensor, Tokens], tuple[Tensor, Tensor]]
 
 
 class Run:
     """One run of a block: the tokens it computes, the probe, and what was caught."""
 
-    def __init__(self, tokens: Tokens, probe: Probe, turned: Turned | None = None) -> None:
-        """turned: applies rotary positions to queries and keys, where the family's own forward does not."""
-        self.tokens, self.probe, self.turned = tokens, probe, turned
+    def __init__(self, tokens: Tokens, probe: Probe, rotated: Rotated | None = None) -> None:
+        """rotated: applies rotary positions to queries and keys, where the family's own forward does not."""
+        self.tokens, self.probe, self.rotated = tokens, probe, rotated
         self.neuron: Tensor | None = None
         self.attention_probe = Probed()  # the part of `probed` that comes from attention
         self.called = False  # the block's own forward ran
@@ -110,8 +110,8 @@ class _TokensAttention(AttentionMode):
             )
         if bias is not None:
             bias = bias.to(q.dtype)
-        if self.run.turned is not None:
-            q, k = self.run.turned(q, k, tokens)
+        if self.run.rotated is not None:
+            q, k = self.run.rotated(q, k, tokens)
         if not self.run.attended:  # a block may attend several times; the probe reads the first
             self.run.attention_probe = tokens.probe_attention(self.run.probe, q, k, scale, bias)
         self.run.attended = True

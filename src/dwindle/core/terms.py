@@ -56,7 +56,7 @@ def loss_terms(
     if weights is not None:
         outputs = distilled = _exits(model, out, answers)
     elif teacher is not None and distill == "token":
-        by_class, by_token = model.backbone.answers(out.features)
+        by_class, by_token = model.backbone.distilled_logits(out.features)
         outputs, distilled = [by_class], [by_token]
 
     def mean(loss: Callable[[Tensor], Tensor], answers: list[Tensor]) -> Tensor:

@@ -92,7 +92,7 @@ class Tokens:
         other.__dict__.update(self.__dict__, **values)
         return other
 
-    def numbers(self, value: float) -> Tensor:
+    def full(self, value: float) -> Tensor:
         """The number `value` for each row, in at least float32."""
         return torch.full(self.x.shape[:-1], value, dtype=exact(self.x.dtype), device=self.x.device)
 
@@ -106,7 +106,7 @@ class Tokens:
         or not, added to the scores."""
         raise NotImplementedError
 
-    def placed(self, places: Tensor) -> Tensor:
+    def gather_positions(self, places: Tensor) -> Tensor:
         """The part of `places` (..., N, C) that belongs to the rows, shaped to go with queries (b, H, rows, E)."""
         raise NotImplementedError
 
@@ -142,7 +142,7 @@ class Tokens:
     def image_mean(self, rows: Tensor) -> Tensor:
         """(B, ...): mean over the live tokens of each image; 0 for an image with none."""
         total = self.image_sum(rows)
-        count = self.image_sum(self.numbers(1.0).to(rows.dtype)).clamp_min(1)
+        count = self.image_sum(self.full(1.0).to(rows.dtype)).clamp_min(1)
         return total / count.view(-1, *[1] * (total.dim() - 1))
 
     def rank(self, score: Tensor) -> Tensor:
@@ -162,17 +162,17 @@ class Tokens:
     def size(self) -> Tensor:
         """How many tokens each row is the mean of: 1 until it has been merged with others."""
         size = self.notes.get("size")
-        return self.numbers(1.0) if size is None else size
+        return self.full(1.0) if size is None else size
 
     def merged(self, keep: Tensor, how: Merge) -> Self:
         """The rows after those without `keep` were merged into others. They are still live: `advance` removes them."""
         into = self.nearest(keep) if how.into is None else self.rows_of(how.into)
         by_size = how.weight is None
-        x, total = self.joined(self.size if how.weight is None else how.weight, into)
+        x, total = self.merge_states(self.size if how.weight is None else how.weight, into)
         notes = self.notes | {"size": total, "key_bias": how.proportion * total.log()} if by_size else self.notes
-        return self.changed(x=x, notes=notes, leader=self.led(into))
+        return self.changed(x=x, notes=notes, leader=self.merge_leaders(into))
 
-    def led(self, into: Tensor) -> Tensor:
+    def merge_leaders(self, into: Tensor) -> Tensor:
         """(B, N): `leader` after live rows were merged into the rows `into`."""
         raise NotImplementedError
 
@@ -190,7 +190,7 @@ class Tokens:
         """The index of the row of the token at each `place`. place: on rows, a place in the row's image."""
         raise NotImplementedError
 
-    def joined(self, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+    def merge_states(self, weight: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
         """States and weights after each row was merged into the row `into`: `merge_ref` on rows."""
         raise NotImplementedError
 
@@ -223,7 +223,7 @@ class Tokens:
         assert self.norm is not None
         return self.norm(self.x.detach())
 
-    def given_back(self, stream_BND: Tensor) -> Tensor:
+    def follow_leaders(self, stream_BND: Tensor) -> Tensor:
         """The stream, in which a token that was merged into another has the other's value."""
         return stream_BND if self.leader is None else follow(stream_BND, self.leader)
 
@@ -243,7 +243,7 @@ class Tokens:
         return False
 
     @property
-    def counted(self) -> Tensor:
+    def live_rows(self) -> Tensor:
         """Which rows are live. In the packed layout all of them are."""
         return torch.ones_like(self.place, dtype=torch.bool)
 

@@ -21,7 +21,7 @@ class Trace:
     lives: list[Where] = field(default_factory=list)
     values: list[dict[str, Tensor]] = field(default_factory=list)
     exits: list[Tensor] = field(default_factory=list)  # (B, classes) logits at each depth, for methods with exits
-    whole: tuple[int, int] | None = None  # the grid of the images themselves, if smaller ones were computed
+    image_grid: tuple[int, int] | None = None  # the grid of the images themselves, if smaller ones were computed
     _live: Tensor | None = None  # a cache; functools.cached_property takes a lock, which cannot be compiled
 
     def record(self, tokens: Tokens, values: dict[str, Tensor], exit: Tensor | None = None) -> None:
@@ -39,7 +39,7 @@ class Trace:
         return self._live
 
     @property
-    def to_the_end(self) -> Tensor:
+    def live_at_end(self) -> Tensor:
         """(B, N) bool: which tokens the last block computed."""
         last = self.lives[-1].dense_rows()
         return last if len(self.lives) == self.blocks else torch.zeros_like(last)

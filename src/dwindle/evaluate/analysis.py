@@ -16,8 +16,8 @@ from ..io.batches import loader
 from ..io.datasets import Images
 from ..io.images import preprocess_of
 from ..methods.static import Static
-from ..runtime.prepared import quickest
-from .evaluate import turn
+from ..runtime.prepared import prepared_or_self
+from .evaluate import set_operating_point
 
 Progress = Callable[[str, int, int], None]  # (what is being done, images done, images in all)
 
@@ -76,7 +76,7 @@ def measure(model: AdaptiveViT, stream: Stream) -> Measured:
     """Run the adaptive model on the data set once."""
     columns: dict[str, list[np.ndarray]] = {"best": [], "depth": [], "gmacs": [], "scores": []}
     stops, patches = np.zeros(model.backbone.shape.blocks, dtype=np.int64), np.zeros(())
-    fast = quickest(model.eval().to(stream.device), len(stream.images), details=True)
+    fast = prepared_or_self(model.eval().to(stream.device), len(stream.images), details=True)
     for x in stream.batches(model, "measuring"):
         result = fast(x)
         trace = result.trace
@@ -108,7 +108,7 @@ def measure(model: AdaptiveViT, stream: Stream) -> Measured:
 def measure_static(model: AdaptiveViT, name: str, stream: Stream) -> Baseline:
     """Run the same weights without the method on the data set once. name: of the baseline."""
     static = model.with_method(Static()).eval().to(stream.device)
-    fast, predictions = quickest(static, len(stream.images)), []
+    fast, predictions = prepared_or_self(static, len(stream.images)), []
     for x in stream.batches(static, "comparing with static"):
         result = fast(x)
         predictions.append(_numpy(result.logits.argmax(-1)))
@@ -138,11 +138,11 @@ def sweep(
     """
     name, cheap, dear = operating_point
     trained = float(getattr(model.method, name))
-    fast: Any = quickest(model.eval().to(stream.device), len(rows) * TURNED)
+    fast: Any = prepared_or_self(model.eval().to(stream.device), len(rows) * TURNED)
     few = torch.cat(list(stream.batches(model, "probing the operating point", rows[:PROBED_IMAGES])))
 
     def cost(value: float) -> float:
-        turn(fast, value, name)
+        set_operating_point(fast, value, name)
         return model.macs(fast(few).trace).mean().item()
 
     try:
@@ -152,12 +152,12 @@ def sweep(
         for x in stream.batches(model, "turning the operating point", rows):
             y, at = labels[at : at + len(x)], at + len(x)
             for point in points:
-                turn(fast, point["setting"], name)
+                set_operating_point(fast, point["setting"], name)
                 result = fast(x)
                 point["gmacs"] += model.macs(result.trace).sum().item() / 1e9 / len(rows)
                 point["top1"] += 100 * int((_numpy(result.logits.argmax(-1)) == y).sum()) / len(rows)
     finally:
-        turn(fast, trained, name)
+        set_operating_point(fast, trained, name)
     return points
 
 

@@ -1,8 +1,8 @@
 """The cheapest operating point that keeps a given fidelity, with a statistical bound that holds on unseen images.
 
-An image *keeps* the promise if the cosines of its features to the static model's are at least those of the `Wish`. The
-promise says: of images drawn as the calibration images were, a share of at least `confidence` keeps it. This statement
-is true with probability at least `certainty` over the draw of the calibration images.
+An image *keeps* the promise if the cosines of its features to the static model's are at least those of the
+`FidelityGoal`. The promise says: of images drawn as the calibration images were, a share of at least `confidence` keeps
+it. This statement is true with probability at least `certainty` over the draw of the calibration images.
 
 Settings are tested from the dearest to the cheapest, in an order fixed before any calibration image is seen. At each
 setting the hypothesis "a share of more than 1 - confidence does not keep it" is tested by the binomial tail (Clopper
@@ -24,7 +24,7 @@ from ..core.model import AdaptiveViT
 from ..errors import DwindleError
 from ..runtime.export import check_images
 from .analysis import spread_settings
-from .evaluate import turn
+from .evaluate import set_operating_point
 from .fidelity import Features, check_cosines, cosines, feature_extractor, static_twin
 
 CERTAINTY = 0.95
@@ -33,7 +33,7 @@ BATCH = 16  # images per forward pass
 
 
 @dataclass(frozen=True)
-class Wish:
+class FidelityGoal:
     """The fidelity to promise: the least cosines of an image's features to the static model's."""
 
     patch_cosine: float | None = None  # None: it does not matter
@@ -127,22 +127,24 @@ def settings_of(model: AdaptiveViT) -> list[float]:
     photos = check_images(model)[:2].to(weight.device, weight.dtype)
 
     def cost(value: float) -> float:
-        turn(model, value)
+        set_operating_point(model, value)
         return float(model.macs(model(photos, "packed").trace).mean())
 
     try:
         return spread_settings(cost, cheap, dear, SETTINGS + 1, PROBES)[::-1][1:]
     finally:
-        turn(model, own)
+        set_operating_point(model, own)
 
 
 class Calibration:
     """The static features of the calibration images, computed once, and the test of a setting on them."""
 
     @torch.inference_mode()
-    def __init__(self, model: AdaptiveViT, batches: Iterable[Tensor], wish: Wish, static: AdaptiveViT | None) -> None:
+    def __init__(
+        self, model: AdaptiveViT, batches: Iterable[Tensor], goal: FidelityGoal, static: AdaptiveViT | None
+    ) -> None:
         """static: the reference model; None: the same weights with nothing halted."""
-        self.model, self.wish = model.eval(), wish
+        self.model, self.goal = model.eval(), goal
         self.place = next(model.parameters()).device
         self.batches: list[tuple[Tensor, Features]] = []
         extract = feature_extractor(static_twin(model) if static is None else static.eval().to(self.place))
@@ -152,17 +154,17 @@ class Calibration:
                 features.patches = features.patches.half()
                 self.batches.append((part, features))
         self.images = sum(len(part) for part, _ in self.batches)
-        if self.images < wish.least_images:
+        if self.images < goal.least_images:
             raise DwindleError(
-                f"{self.images} images to calibrate on cannot show that {wish.confidence:g} of all images keep a "
-                f"promise; give {2 * wish.least_images} or more, of which half calibrate, or a lower --confidence."
+                f"{self.images} images to calibrate on cannot show that {goal.confidence:g} of all images keep a "
+                f"promise; give {2 * goal.least_images} or more, of which half calibrate, or a lower --confidence."
             )
-        self.most = most_failures(self.images, wish.allowed, wish.certainty)
+        self.most = most_failures(self.images, goal.allowed, goal.certainty)
 
     @torch.inference_mode()
     def test(self, setting: float) -> Point:
         """Test one setting. The test stops at the first batch after which too many images have failed."""
-        turn(self.model, setting)
+        set_operating_point(self.model, setting)
         extract, below, macs, seen = feature_extractor(self.model), 0, 0.0, 0
         reached: list[Tensor] = []  # of (2, B): patch and class cosine
         for images, reference in self.batches:
@@ -170,25 +172,25 @@ class Calibration:
             class_cosine, patch_cosines = cosines(features, reference)
             patch_cosine = patch_cosines.mean(1)
             reached.append(torch.stack([patch_cosine, class_cosine]).cpu())
-            below += int((~self.wish.kept(class_cosine, patch_cosine)).sum())
+            below += int((~self.goal.kept(class_cosine, patch_cosine)).sum())
             macs += float(features.macs.sum())
             seen += len(images)
             if below > self.most:
                 break
-        low = torch.cat(reached, 1).quantile(self.wish.allowed, 1)
+        low = torch.cat(reached, 1).quantile(self.goal.allowed, 1)
         return Point(setting, macs / seen / self.model.static_macs(), below, (float(low[0]), float(low[1])))
 
 
 def keep_promise(
     model: AdaptiveViT,
     batches: Iterable[Tensor],
-    wish: Wish,
+    goal: FidelityGoal,
     *,
     static: AdaptiveViT | None = None,
     settings: Sequence[float] | None = None,
     progress: Callable[[Point], None] | None = None,
 ) -> tuple[dict[str, Any], list[Point]]:
-    """Set the model's operating point to the cheapest setting that keeps the wish.
+    """Set the model's operating point to the cheapest setting that keeps the goal.
 
     Returns the promise as a checkpoint holds it (see `io.promise.Promise`), and the settings tested.
     static: see `Calibration`. settings: in the order of testing; None: those of `settings_of`.
@@ -196,7 +198,7 @@ def keep_promise(
     settings = settings_of(model) if settings is None else settings
     own_name = model.method.operating_point[0] if model.method.operating_point else ""
     own = float(getattr(model.method, own_name))
-    calibration, tested = Calibration(model, batches, wish, static), []
+    calibration, tested = Calibration(model, batches, goal, static), []
     try:
 
         def failures() -> Iterable[int]:
@@ -208,16 +210,16 @@ def keep_promise(
 
         count = last_kept(failures(), calibration.most)
     finally:
-        turn(model, own)
+        set_operating_point(model, own)
     if not count:
-        raise DwindleError(_out_of_reach(model, wish, tested[0]))
+        raise DwindleError(_out_of_reach(model, goal, tested[0]))
     best = tested[count - 1]
-    turn(model, best.setting)
+    set_operating_point(model, best.setting)
     return {
-        "patch_cosine": wish.patch_cosine,
-        "class_cosine": wish.class_cosine,
-        "confidence": wish.confidence,
-        "certainty": wish.certainty,
+        "patch_cosine": goal.patch_cosine,
+        "class_cosine": goal.class_cosine,
+        "confidence": goal.confidence,
+        "certainty": goal.certainty,
         "images": calibration.images,
         "below": best.below,
         "setting": [own_name, float(getattr(model.method, own_name))],
@@ -225,13 +227,13 @@ def keep_promise(
     }, tested
 
 
-def _out_of_reach(model: AdaptiveViT, wish: Wish, first: Point) -> str:
-    """The sentence for a wish that no setting keeps. first: the dearest setting tested."""
-    wanted = {"--patch-cosine": wish.patch_cosine, "--class-cosine": wish.class_cosine}
+def _out_of_reach(model: AdaptiveViT, goal: FidelityGoal, first: Point) -> str:
+    """The sentence for a goal that no setting keeps. first: the dearest setting tested."""
+    wanted = {"--patch-cosine": goal.patch_cosine, "--class-cosine": goal.class_cosine}
     named = " ".join(f"{name} {value:g}" for name, value in wanted.items() if value is not None)
     reached = {"--patch-cosine": first.reached[0], "--class-cosine": first.reached[1]}
     could = " and ".join(f"{reached[name]:.3f} ({name})" for name, value in wanted.items() if value is not None)
     return (
-        f"{named} for {wish.confidence:g} of the images is reached by no budget below the static cost with "
+        f"{named} for {goal.confidence:g} of the images is reached by no budget below the static cost with "
         f"{type(model.method).__name__}: at {first.cost:.2f} of it so many images reach {could}; ask for less."
     )

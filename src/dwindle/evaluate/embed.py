@@ -17,7 +17,7 @@ from ..errors import DwindleError
 from ..io.images import preprocess_of
 from ..io.promise import promise_of
 from ..runtime.dtypes import converted, dtype_of
-from ..runtime.prepared import quickest
+from ..runtime.prepared import prepared_or_self
 from .fidelity import embedding
 from .parts import Columns, PartFiles, Reading, identity, rows_left, write_rows
 
@@ -61,7 +61,7 @@ def embed(
     # By default a graph on a CPU returns logits and depths alone. Patches, and the embedding of a model with a head,
     # are read from its features.
     details = patches or bool(model.classes)
-    fast = quickest(model, rows_left(task, settings), details)
+    fast = prepared_or_self(model, rows_left(task, settings), details)
     before = write_rows(task, images, settings, lambda x: features(model, fast, x, patches), device, progress=progress)
     summary = task.summary() | about if settings.rank == 0 else {"out": str(path)}
     return summary | {"done_before": before}

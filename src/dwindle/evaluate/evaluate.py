@@ -16,7 +16,7 @@ from ..core.cost import bisected, budget_share
 from ..core.model import AdaptiveViT, Output
 from ..errors import DwindleError
 from ..runtime.dtypes import dtype_of
-from ..runtime.prepared import Prepared, quickest
+from ..runtime.prepared import Prepared, prepared_or_self
 from ..tasks.base import Task
 from ..tasks.classify import Classify
 
@@ -57,7 +57,9 @@ def evaluate(
     # Sharded weights are gathered block by block, which only the model itself does, not a prepared copy.
     itself = layout != "packed" or lockstep
     details = read is not logits
-    call: Callable[..., Output] = partial(model, layout=layout) if itself else quickest(model, _count(batches), details)
+    call: Callable[..., Output] = (
+        partial(model, layout=layout) if itself else prepared_or_self(model, _count(batches), details)
+    )
     call = call if ask is None else partial(ask, call)
     # Sharded weights are gathered into tensors that training uses afterwards: they must not be inference tensors.
     with torch.no_grad() if lockstep else torch.inference_mode():
@@ -142,16 +144,16 @@ def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch:
         )
     _, cheap, dear = method.operating_point
     goal = budget_share(budget, model.backbone.shape)
-    method.tell_unready()
-    training, method.held = model.training, True
-    fast: Any = quickest(model.eval(), len(images) * steps)
+    method.warn_untrained()
+    training, method.budget_held = model.training, True
+    fast: Any = prepared_or_self(model.eval(), len(images) * steps)
 
     def cost(value: float, tried: bool = True) -> float:
         points = None
         if tried and method.per_image_point:  # passed as an input: a GPU's graph needs no new recording for it
             points = images.new_full((batch,), value)
         else:
-            turn(fast, value)
+            set_operating_point(fast, value)
         total = 0.0
         for part in images.split(batch):
             out = fast(part, operating_point=None if points is None else points[: len(part)])
@@ -161,12 +163,12 @@ def calibrate(model: AdaptiveViT, images: Tensor, budget: float | str, *, batch:
     # The nearer end of the last interval: where many tokens stop at one threshold, the cost jumps within it.
     value = min(bisected(cost, goal, cheap, dear, steps), key=lambda v: abs(cost(v) - goal))
     reached = cost(value, tried=False)
-    turn(model, value)
+    set_operating_point(model, value)
     model.train(training)
     return reached
 
 
-def meet(model: AdaptiveViT, images: Tensor, budget: float | str) -> None:
+def calibrate_or_refuse(model: AdaptiveViT, images: Tensor, budget: float | str) -> None:
     """`calibrate` the model to the budget. A budget that it misses by more than 5% is refused."""
     goal, reached = budget_share(budget, model.backbone.shape), calibrate(model, images, budget)
     if abs(reached / goal - 1) > 0.05:
@@ -176,7 +178,7 @@ def meet(model: AdaptiveViT, images: Tensor, budget: float | str) -> None:
         )
 
 
-def turn(model: AdaptiveViT | Prepared, value: float, name: str | None = None) -> None:
+def set_operating_point(model: AdaptiveViT | Prepared, value: float, name: str | None = None) -> None:
     """Set the method's operating point, or its attribute of this name, to a value."""
     if name is None:
         assert model.method.operating_point is not None

@@ -17,7 +17,7 @@ from ..core.model import AdaptiveViT, Output
 from ..errors import DwindleError
 from ..methods.static import Static
 from ..runtime.dtypes import dtype_of
-from ..runtime.prepared import quickest
+from ..runtime.prepared import prepared_or_self
 
 BINS = 20_000  # bins of the histogram of patch cosines from -1 to 1: its quantiles are exact to 1e-4
 COMPARED = 10_000  # images at most among which nearest neighbours are searched
@@ -180,7 +180,9 @@ def agreement(
     """
     model = model.eval().to(device)
     static = static_twin(model) if static is None else static.eval().to(device)
-    extract, reference = (feature_extractor(each, quickest(each, count, details=True)) for each in (model, static))
+    extract, reference = (
+        feature_extractor(each, prepared_or_self(each, count, details=True)) for each in (model, static)
+    )
     tally = Tally(model.static_macs() / 1e9)
     for images in batches:
         images = images.to(device)

@@ -28,7 +28,7 @@ from ..files import draft, write_text
 from ..io.datasets import Images, from_file
 from ..io.parquet import Parquet
 from ..io.sets import open_images
-from ..settings import Batch, Whole1, Workers, fitted
+from ..settings import Batch, Whole1, Workers, checked_value
 
 PART = 2048  # rows of a part; a kill loses at most one part
 
@@ -51,9 +51,9 @@ class Reading:
         path = Path(out)
         if path.is_dir() or path.suffix != ".parquet":
             raise DwindleError(f"--out {path}: {what} go to a file that ends in .parquet; name one.")
-        fitted(self.batch, Batch, "batch", what)
-        fitted(self.part, Whole1, "part", what)
-        fitted(self.workers, Workers, "workers", what)
+        checked_value(self.batch, Batch, "batch", what)
+        checked_value(self.part, Whole1, "part", what)
+        checked_value(self.workers, Workers, "workers", what)
         if self.limit is not None and self.limit < 1:
             raise DwindleError(f"--limit {self.limit}: it must be at least 1.")
         return path

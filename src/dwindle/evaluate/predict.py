@@ -18,7 +18,7 @@ from ..io.config import CONFIG
 from ..io.datasets import Images, matched, relabelled
 from ..io.images import preprocess_of
 from ..runtime.dtypes import check_runs, converted, dtype_of
-from ..runtime.prepared import quickest
+from ..runtime.prepared import prepared_or_self
 from ..tasks.classify import load_classifier
 from .parts import PartFiles, Reading, identity, rows_left, write_rows
 
@@ -51,7 +51,7 @@ def predict(
         return _summary(task) | about | {"done_before": len(images)}
     model = converted(model, dtype, device).to(device)
     images.transform = preprocess_of(model).eval_transform()
-    fast, names = quickest(model, rows_left(task, settings)), class_names(model)
+    fast, names = prepared_or_self(model, rows_left(task, settings)), class_names(model)
 
     def label(i: int) -> dict[str, Any]:
         return {"label": int(labels[i]) if labels[i] >= 0 else None}

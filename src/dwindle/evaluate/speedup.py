@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.cost import static_macs
-from ..core.method import constructor, ways
+from ..core.method import constructor, methods_by_name
 from ..core.model import AdaptiveViT, adapt
 from ..errors import DwindleError
 from ..io.encoders import with_image_size
@@ -27,7 +27,7 @@ from ..methods.resolution import Resolution
 from ..methods.static import Static
 from ..ops.patches import resized
 from ..ops.timing import milliseconds
-from ..runtime.prepared import quickest
+from ..runtime.prepared import prepared_or_self
 from ..settings import parameters
 from .bench import static_calls, variants_on
 from .fidelity import Features, Tally, check_cosines, feature_extractor
@@ -92,11 +92,11 @@ class Row:
 class Speedup:
     """What `speedup` found.
 
-    model: the fastest adapted model that keeps the goal; None: none is worth it. said: a sentence with the result.
+    model: the fastest adapted model that keeps the goal; None: none is worth it. message: a sentence with the result.
     """
 
     model: AdaptiveViT | None
-    said: str
+    message: str
     rows: list[Row]
     static: dict[str, float]  # milliseconds of each variant of the static model
     left_out: dict[str, str] = field(default_factory=dict)  # candidates that refused the model or the images, and why
@@ -108,7 +108,7 @@ class Speedup:
         winner = None if self.winner is None else self.winner.name
         static = {name: round(value, 3) for name, value in self.static.items()}
         rows = [row.about for row in self.rows]
-        return {"winner": winner, "said": self.said, "static_ms": static, "rows": rows, "left_out": self.left_out}
+        return {"winner": winner, "message": self.message, "static_ms": static, "rows": rows, "left_out": self.left_out}
 
 
 def speedup(
@@ -191,9 +191,9 @@ def _methods(static: AdaptiveViT, budgets: Sequence[float], left_out: dict[str, 
     """The methods that need no training, at each budget. Budgets that a method cannot reach go into `left_out`."""
     candidates, shape = [], static.backbone.shape
     stages = tuple(sorted({min(max(round(share * shape.blocks), 1), shape.blocks - 1) for share in STAGES}))
-    for method_name, kind in ways().items():
+    for method_name, kind in methods_by_name().items():
         options = parameters(kind)
-        if kind.needs_training or kind.rival or kind.judges_answers or "budget" not in options:
+        if kind.needs_training or kind.baseline or kind.exits_by_confidence or "budget" not in options:
             continue
         for budget in budgets:
             name = f"{method_name} at {budget:g}"
@@ -263,11 +263,11 @@ class _Search:
     def _calls(self, row: Row, x: Tensor, variants: Sequence[str]) -> list[Callable[[], Any]]:
         """The calls of a row, of which the fastest counts. They are recorded here, before anything is timed."""
         if row.kind == "smaller image":
-            size = row.model.method.seen_size((x.shape[-2], x.shape[-1]))
+            size = row.model.method.resized_size((x.shape[-2], x.shape[-1]))
             if size[0] == size[1]:
                 calls = static_calls(_at_size(self.static, size), resized(x, size), variants)
                 return [calls[name] for name in variants]
-        fast = quickest(row.model, details=not row.model.classes)
+        fast = prepared_or_self(row.model, details=not row.model.classes)
         fast(x)
         return [partial(fast, x)]
 

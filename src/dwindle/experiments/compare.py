@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import DwindleError, unknown
-from ..files import check_folder, lock, unlock, write_text, writing
+from ..files import check_folder, lock, unlock, write_errors, write_text
 from ..io.checkpoint import load
 from ..train.loop import Run
 from ..train.recipe import Training
 from ..train.state import STATE, defaults, differing
-from ..train.teacher import Answers, Room
+from ..train.teacher import CacheBudget, TeacherCache
 from .results import machine, read_result, slug
 
 # Settings that do not change a result, such as where and how often a run saves: results may differ in them.
@@ -43,18 +43,18 @@ class Job:
     recipe: Any
     conditions: dict[str, Any]
     make: Callable[[], dict[str, Any]]
-    asked: float | None = None  # the cost asked for, if one name has results at several costs
+    target_cost: float | None = None  # the cost asked for, if one name has results at several costs
     needs: Path | None = None  # a checkpoint that other results use: if it is missing, the result is made again
     folder: str | None = None  # the training's, if several results are made of it: then one process makes all of them
 
     @property
     def stem(self) -> str:
-        return stem(self.name, self.recipe.seed, self.asked)
+        return stem(self.name, self.recipe.seed, self.target_cost)
 
 
-def stem(name: str, seed: int, asked: float | None = None) -> str:
+def stem(name: str, seed: int, target_cost: float | None = None) -> str:
     """The name of a result's file without its suffix, and of the folder of a training."""
-    return f"{slug(name)}{'' if asked is None else f'-{asked:.2f}'}-s{seed}"
+    return f"{slug(name)}{'' if target_cost is None else f'-{target_cost:.2f}'}-s{seed}"
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Plan:
         """The results to make, in their order. A result that depends on another's numbers comes after that one."""
         raise NotImplementedError
 
-    def told(self, row: dict[str, Any]) -> str:
+    def line(self, row: dict[str, Any]) -> str:
         """A result in one line."""
         raise NotImplementedError
 
@@ -130,8 +130,8 @@ class Compare:
         check_folder(self.folder, "--results")
         self.opened: Any = None  # the data, shared by all runs
         self.resident: Any = None  # the decoded images, shared by all runs
-        self.answers: dict[str, Answers] = {}  # teachers' outputs, shared by all runs on the same batches
-        self.room = Room()
+        self.answers: dict[str, TeacherCache] = {}  # teachers' outputs, shared by all runs on the same batches
+        self.room = CacheBudget()
         self.last: tuple[Path, Run, Any] | None = None
 
     @property
@@ -167,7 +167,7 @@ class Compare:
         """Make a result. False: another process is making it."""
         mark = self.out / f".{job.folder or job.stem}.made"
         fresh = not self.out.exists()
-        with writing(self.out):
+        with write_errors(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
         file = lock(mark)
         if file is None:
@@ -207,7 +207,7 @@ class Compare:
         return True
 
     def _made(self, job: Job) -> dict[str, Any]:
-        asked = {} if job.asked is None else {"asked": job.asked}
+        asked = {} if job.target_cost is None else {"asked": job.target_cost}
         about = {"comparison": self.name, "name": job.name, "seed": job.recipe.seed, **asked}
         return about | job.make() | {"conditions": job.conditions, "machine": machine(self.device)}
 
@@ -215,7 +215,7 @@ class Compare:
         """The conditions that a result depends on, as its JSON holds them: without this machine's folders."""
         paths = {"data": self.data, "eval_data": self.eval_data}
         data = {name: Path(path).name if path else None for name, path in paths.items()}
-        settings = recipe.told()
+        settings = recipe.settings()
         settings |= {"teacher": Path(settings["teacher"]).name} if settings.get("teacher") else {}
         kept = {name: value for name, value in settings.items() if name not in incidental}
         return data | {"limit": self.limit} | kept
@@ -238,12 +238,12 @@ class Compare:
         self.opened, self.resident = run.task.shared, run.task.resident
         return run
 
-    def _answers(self, recipe: Any) -> Answers | None:
+    def _answers(self, recipe: Any) -> TeacherCache | None:
         """The teacher's outputs, shared by runs whose `BATCHES` settings are the same; None: they cannot be shared."""
         if getattr(recipe, "teacher", None) in (None, "static"):  # 'static' is the run's own model
             return None
         batches = json.dumps([getattr(recipe, name) for name in BATCHES])
-        return self.answers.setdefault(batches, Answers(self.room))
+        return self.answers.setdefault(batches, TeacherCache(self.room))
 
     def trained(self, recipe: Training, folder: Path) -> tuple[Run, Any]:
         """A finished run and its saved model. The latest one is kept, for plans that make several results of it."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
 from ..errors import DwindleError
-from ..settings import Batch, Workers, fitted
+from ..settings import Batch, Workers, checked_value
 from .augment import DRAWS, Augment
 from .draws import generator_of, seeded
 from .images import CorruptImage
@@ -154,8 +154,9 @@ def loader(
     """
     if images.transform is None and not (train and augment):
         raise DwindleError(f"'{images.name}' has no transform to make tensors with; set images.transform first.")
-    batch = fitted(batch, Batch, "batch", "loader")
-    workers = min(fitted(workers, Workers, "workers", "loader"), -(-len(images) // batch))  # more would have no work
+    batch = checked_value(batch, Batch, "batch", "loader")
+    # More workers than batches would have no work.
+    workers = min(checked_value(workers, Workers, "workers", "loader"), -(-len(images) // batch))
     if not 0 <= rank < world:
         raise DwindleError(f"rank = {rank}: of {world} processes it must lie between 0 and {world - 1}.")
     if train and world > 1 and len(images) < world * batch:

@@ -11,8 +11,7 @@ from typing import Any
 from ..core.registry import family_named
 from ..files import write_text
 from .config import read_config
-from .promise import promise_in
-from .promise import told as promised
+from .promise import promise_in, sentence
 
 CARD = "README.md"
 
@@ -55,7 +54,7 @@ def vision_card(config: dict[str, Any], name: str, told: str) -> str:
             "",
         ]
     notes = {
-        "Promise": None if promise is None else f"{promised(promise)}.",
+        "Promise": None if promise is None else f"{sentence(promise)}.",
         "Data": ", ".join(f"{part}: {Path(str(where)).name}" for part, where in data.items()),
         "Measured on": extra.get("measured_on") or results.get("on"),
         "Command": extra.get("command"),

@@ -27,7 +27,7 @@ from ..errors import DwindleError, brief, listed, printable, unknown
 from ..files import packaged, put_weights, scratch
 from .classes import known_classes
 from .config import CONFIG, FORMAT, OTHER_VERSION, SAVED, check_extra, read_config, signed
-from .download import fetched, is_hub_id
+from .download import download, is_hub_id
 
 WEIGHTS = "model.safetensors"
 ADDED = ("method.", "dense_head.", "give_back.")  # prefixes of the weights that the wrapped model does not have
@@ -207,7 +207,7 @@ def find(source: str | os.PathLike[str], revision: str | None = None) -> Path:
     if not is_hub_id(name):
         hint = "give a folder, a shipped name (a wheel holds fewer than the repository) or a Hub id (owner/name)"
         raise unknown("checkpoint", name, shipped(), hint)
-    return fetched(name, revision, [CONFIG, WEIGHTS])
+    return download(name, revision, [CONFIG, WEIGHTS])
 
 
 def family_at(source: str | os.PathLike[str]) -> Family:

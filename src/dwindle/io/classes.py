@@ -152,7 +152,7 @@ class Match:
         counts = {"matched": self.how, "classes": self.both, "classes_data": data, "classes_model": model}
         return counts | {"images_left_out": self.left_out} | ({"unsure": list(self.unsure)} if self.unsure else {})
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """The match in sentences."""
         data, model = self.count
         if self.how == "by number":

@@ -67,10 +67,10 @@ class Images(Dataset):
         broken = {"corrupt": len(self.corrupt)} if self.corrupt else {}
         return {"on": on} | broken | (self.match.about() if self.match else {})
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """The same in sentences."""
         broken = f" {len(self.corrupt)} corrupt ones are skipped." if self.corrupt else ""
-        return f"{self.about()['on']}.{broken}" + (f" {self.match.told()}" if self.match else "")
+        return f"{self.about()['on']}.{broken}" + (f" {self.match.summary()}" if self.match else "")
 
     def row(self, i: int) -> int:
         """The row of image i in the source."""
@@ -206,7 +206,7 @@ def matched(images: Images, names: list[str] | None, count: int, owner: str = "t
     part = part.select(np.flatnonzero(part.labels >= 0))
     if len(images) and not len(part):
         raise DwindleError(
-            f"'{images.name}' has no image of a class that {owner} has too ({found.told()}); give other images."
+            f"'{images.name}' has no image of a class that {owner} has too ({found.summary()}); give other images."
         )
     part.classes, part.num_classes = names or (images.classes if found.same else None), count
     part.match = dataclasses.replace(found, left_out=len(images) - len(part))

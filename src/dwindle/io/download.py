@@ -20,7 +20,7 @@ def is_hub_id(name: str) -> bool:
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name))
 
 
-def fetched(name: str, revision: str | None, names: Sequence[str]) -> Path:
+def download(name: str, revision: str | None, names: Sequence[str]) -> Path:
     """The local folder of these files of a Hub repository, from the cache where the Hub does not answer."""
     from huggingface_hub import snapshot_download
 
@@ -37,7 +37,7 @@ def fetched(name: str, revision: str | None, names: Sequence[str]) -> Path:
 
 
 @contextmanager
-def no_waiting() -> Iterator[None]:
+def offline_if_unreachable() -> Iterator[None]:
     """A context for libraries that ask the Hub themselves, such as timm: they use their cache if it does not answer."""
     from huggingface_hub import constants
 

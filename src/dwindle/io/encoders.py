@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from ..core.method import Method, constructor, ways
+from ..core.method import Method, constructor, methods_by_name
 from ..core.model import AdaptiveViT, adapt
 from ..errors import DwindleError, printable, unknown
 from ..settings import parameters
 from .checkpoint import WEIGHTS, find, is_checkpoint, load_as, load_vit_weights, shipped
 from .config import CONFIG
-from .download import no_waiting
+from .download import offline_if_unreachable
 from .images import Preprocess
 
 RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # the numbers in Hugging Face's configs
@@ -57,7 +57,7 @@ def timm_vit(name: str, weights: str | None, image_size: int | None = None, clas
     if weights in (None, "pretrained"):
         pretrained = weights is not None
         try:
-            with no_waiting() if pretrained else nullcontext():
+            with offline_if_unreachable() if pretrained else nullcontext():
                 return timm.create_model(name, pretrained=pretrained, **options)
         except TypeError as error:
             raise DwindleError(
@@ -172,7 +172,7 @@ def adapted_encoder(
 
 def untrained(name: str, budget: float | None = None) -> Method:
     """A method of this name, if it needs no training. budget: its share of the static cost; None: 0.5."""
-    ready = {full_name: kind for full_name, kind in ways().items() if not kind.needs_training}
+    ready = {full_name: kind for full_name, kind in methods_by_name().items() if not kind.needs_training}
     if name not in ready:
         hint = "others are trained first" if name in Method.registry else ""
         raise unknown("method without training", name, ready, hint)

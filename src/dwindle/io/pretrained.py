@@ -15,7 +15,7 @@ from ..errors import DwindleError, brief
 from ..ops.int8 import is_int8
 from .checkpoint import ADDED, load, save
 from .config import CONFIG, LARGEST, read_config
-from .download import fetched, is_hub_id
+from .download import download, is_hub_id
 
 BESIDE = "dwindle"  # the subfolder of what Dwindle added
 
@@ -49,7 +49,7 @@ def from_pretrained(source: str | os.PathLike[str], *, revision: str | None = No
     """
     name = os.fspath(source)
     if not os.path.isdir(name) and is_hub_id(name):
-        folder = fetched(name, revision, ["*.json", "*.safetensors", f"{BESIDE}/*"])
+        folder = download(name, revision, ["*.json", "*.safetensors", f"{BESIDE}/*"])
     else:
         folder = Path(name)
     if not (folder / BESIDE).is_dir():

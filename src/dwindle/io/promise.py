@@ -43,7 +43,7 @@ def promise_in(config: dict[str, Any]) -> dict[str, Any] | None:
     return promise if isinstance(current, int | float) and _same(float(current), value) else None
 
 
-def told(promise: dict[str, Any]) -> str:
+def sentence(promise: dict[str, Any]) -> str:
     """A promise in words, to complete a sentence."""
     kinds = {"patch_cosine": "mean patch cosine", "class_cosine": "class cosine"}
     wanted = " and ".join(f"{what} of at least {promise[name]:g}" for name, what in kinds.items() if promise[name])

@@ -112,7 +112,7 @@ def evaluation_images(
     return images
 
 
-def parts_for(model: Any, data: str, eval_data: str | None = None) -> tuple[Images, Images]:
+def splits_for(model: Any, data: str, eval_data: str | None = None) -> tuple[Images, Images]:
     """Training and evaluation images for a trained model, split as in its training and labelled by its classes."""
     share = _kept(model).get("share", SHARE)
     train, held, _ = training_and_evaluation(data, eval_data, share)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..core.backbone import Shape
 from ..core.cost import budget_share
-from ..core.method import Method, Verdict, brought_in, goal, halting_verdict, ponder_cost, wide
+from ..core.method import Method, Verdict, goal, halting_verdict, ponder_cost, ramp_factor, wide
 from ..core.tokens import Tokens
 from ..settings import Above0, AtLeast0, Budget, Inside, Share
 from .exits import image_state
@@ -65,7 +65,7 @@ class ACT(Method):
         nn.init.constant_(self.unit.bias, self.bias)
 
     def start(self, tokens: Tokens) -> Tokens:
-        tokens.notes["cumulative"] = tokens.numbers(0.0)
+        tokens.notes["cumulative"] = tokens.full(0.0)
         return tokens
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
@@ -91,9 +91,9 @@ class ACT(Method):
         """Integral control of the threshold's logarithm: it falls while a batch costs more than the budget."""
         if self.budget is None:
             return
-        self.held = True
+        self.budget_held = True
         assert isinstance(self.threshold, Tensor)
-        wanted = goal(self.budget, self.shape, brought_in(self.progress, self.ramp))
+        wanted = goal(self.budget, self.shape, ramp_factor(self.progress, self.ramp))
         with torch.no_grad():  # in place, because a recorded step reads this memory
             self.threshold.mul_(torch.exp(0.5 * (wanted - cost.to(self.threshold)))).clamp_(1e-6, self.shape.blocks)
 

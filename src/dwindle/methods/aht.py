@@ -17,12 +17,12 @@ from ..core.cost import budget_share
 from ..core.method import (
     Method,
     Verdict,
-    brought_in,
     check_stages,
     goal,
     halting_distribution,
     halting_kl,
     log_gaussian,
+    ramp_factor,
     require,
     wide,
 )
@@ -73,7 +73,7 @@ class Planner(nn.Module):
         score: Tensor = self(tokens, x, mean_BD)
         if not self.training:
             return (score - self.mean) / self.deviation
-        mean, deviation = moments(score, tokens.counted & ~tokens.is_prefix)
+        mean, deviation = moments(score, tokens.live_rows & ~tokens.is_prefix)
         with torch.no_grad():
             self.mean.lerp_(mean.to(self.mean.dtype), 0.05)
             self.deviation.lerp_(deviation.to(self.mean.dtype), 0.05)
@@ -166,13 +166,13 @@ class AHT(Method):
         return not self.halt_class
 
     def start(self, tokens: Tokens) -> Tokens:
-        zero = tokens.numbers(0.0)
+        zero = tokens.full(0.0)
         # Sums that begin at -inf never reach the threshold.
         tokens.notes["cumulative"] = zero if self.halt_class else zero.masked_fill(tokens.is_prefix, -torch.inf)
         # Until the first planner has planned, all tokens go to the end.
-        tokens.notes["plan"] = tokens.numbers(self.shape.blocks)
+        tokens.notes["plan"] = tokens.full(self.shape.blocks)
         if self.straight_through and self.training:
-            tokens.notes["survival"] = tokens.numbers(1.0)
+            tokens.notes["survival"] = tokens.full(1.0)
         if self.merge == "rest":
             tokens.notes["rest"] = zero.bool()  # whether it is the image's rest token
         return tokens
@@ -206,7 +206,7 @@ class AHT(Method):
             prefix = 0 if self.halt_class else tokens.prefix
             limit = self._kernel_value(tokens, "threshold")
             rule = Halt(self.gamma, self.beta, self.follow, layer, limit, prefix)
-            score, total, keep, rows = halt(neuron, plan, before, tokens.counted, rule, tokens.notes.get("forced"))
+            score, total, keep, rows = halt(neuron, plan, before, tokens.live_rows, rule, tokens.notes.get("forced"))
         else:
             feature = torch.sub(wide(neuron), plan - layer, alpha=self.follow)
             score = torch.sigmoid(torch.addcmul(self.beta, self.gamma, feature))
@@ -263,7 +263,7 @@ class AHT(Method):
     def _rest(self, tokens: Tokens, keep: Tensor) -> tuple[Tensor, Merge]:
         """Merge all tokens of an image that halt into one of them, its rest token: the first that halts."""
         before = tokens.notes["rest"]
-        leaving = tokens.counted & ~keep & ~tokens.is_prefix & ~before
+        leaving = tokens.live_rows & ~keep & ~tokens.is_prefix & ~before
         score = wide(leaving.to(tokens.x.dtype))
         none_yet = tokens.per_image(tokens.image_sum(before.to(score.dtype)) == 0)
         rest = tokens.notes["rest"] = before | (leaving & none_yet & (tokens.rank(score) == 0))
@@ -299,10 +299,10 @@ class AHT(Method):
             planned = log_gaussian(plan.nan_to_num(0.0), trace.blocks, self.sigma)
             divergence = halting_kl(actual, planned)  # Eq. 2-3
             if self.halted_plans == "skip":
-                divergence = ranks.share(divergence.masked_fill(unplanned, 0.0).sum(), (~unplanned).sum())
+                divergence = ranks.ratio_over_ranks(divergence.masked_fill(unplanned, 0.0).sum(), (~unplanned).sum())
             divergences.append(divergence.mean())
         terms = {"ponder": ponder, "target_depth": torch.stack(divergences).mean()}
-        if self.asks_attention and teacher is not None and any("attention" in v for v in teacher.trace.values):
+        if self.needs_teacher_attention and teacher is not None and any("attention" in v for v in teacher.trace.values):
             terms["importance"] = self._importance(trace, teacher.trace)
         return terms
 
@@ -317,28 +317,28 @@ class AHT(Method):
             if "standing" in values:
                 live = where.dense_rows()[:, trace.prefix :]
                 distance = (where.dense_rows(values["standing"])[:, trace.prefix :] - wanted) ** 2
-                distances.append(ranks.share((distance * live).sum(), live.sum()))
+                distances.append(ranks.ratio_over_ranks((distance * live).sum(), live.sum()))
         return torch.stack(distances).mean()
 
     @property
-    def asks_attention(self) -> bool:  # type: ignore[override]
+    def needs_teacher_attention(self) -> bool:  # type: ignore[override]
         return bool(self.lambda_i) and self.relative
 
     @property
-    def brought_in(self) -> float:
-        return brought_in(self.progress, self.ramp)
+    def ramp_factor(self) -> float:
+        return ramp_factor(self.progress, self.ramp)
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        ramped = {"ponder": self.lambda_p * self.brought_in, "target_depth": self.lambda_t * self.brought_in}
+        ramped = {"ponder": self.lambda_p * self.ramp_factor, "target_depth": self.lambda_t * self.ramp_factor}
         return ramped | {"importance": self.lambda_i}
 
     def hold_budget(self, cost: Tensor) -> None:
         """Integral control: the bar rises while the batch costs more than the budget, and falls when it costs less."""
         if self.budget is None:
             return
-        self.held = True
-        wanted = goal(self.budget, self.shape, self.brought_in)
+        self.budget_held = True
+        wanted = goal(self.budget, self.shape, self.ramp_factor)
         # In place, because a recorded step reads this memory. No backward pass needs the old value.
         with torch.no_grad():
             self.bar.add_(0.5 * (cost.to(self.bar.device) - wanted)).clamp_(-4.0, 4.0)

@@ -45,7 +45,7 @@ def standardised_attention(teacher: Trace, prefix: int) -> Tensor:
 def _distance(trace: Trace, where: Where, scores: Tensor, wanted_BP: Tensor) -> Tensor:
     live = where.dense_rows()[:, trace.prefix :]
     scores_BP = _standardised(where.dense_rows(scores)[:, trace.prefix :], live)
-    return ranks.share(((scores_BP - wanted_BP) ** 2 * live).sum(), live.sum())
+    return ranks.ratio_over_ranks(((scores_BP - wanted_BP) ** 2 * live).sum(), live.sum())
 
 
 def _standardised(values: Tensor, counted: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class AViT(Method):
         self.threshold = 1 - eps if threshold is None else threshold
         self.network, self.bias = halting.network, halting.bias
         self.merge, self.lambda_attention = halting.merge, halting.lambda_attention
-        self.asks_attention = bool(halting.lambda_attention)
+        self.needs_teacher_attention = bool(halting.lambda_attention)
 
     def bind(self, shape: Shape) -> None:
         super().bind(shape)
@@ -98,7 +98,7 @@ class AViT(Method):
             )
 
     def start(self, tokens: Tokens) -> Tokens:
-        tokens.notes["cumulative"] = tokens.numbers(0.0)
+        tokens.notes["cumulative"] = tokens.full(0.0)
         return tokens
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
@@ -112,7 +112,7 @@ class AViT(Method):
             keep = keep | tokens.is_prefix
         verdict = halting_verdict(tokens, before, score, tokens.decide(depth, keep) & (not last))
         verdict.merge = Merge() if self._merges(depth) else None
-        if self.asks_attention and self.training and not last:
+        if self.needs_teacher_attention and self.training and not last:
             verdict.record["worth"] = -logit
         return verdict
 
@@ -141,7 +141,7 @@ class AViT(Method):
     @property
     def loss_weights(self) -> dict[str, float]:
         weights = {"ponder": self.alpha_p, "prior": self.alpha_d}  # Eq. 14
-        return weights | ({"attention": self.lambda_attention} if self.asks_attention else {})
+        return weights | ({"attention": self.lambda_attention} if self.needs_teacher_attention else {})
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         scores: Tensor = tokens  # gamma * f, once per token

@@ -18,7 +18,7 @@ class Confidence(EarlyExit, Method):
 
     paper = "confidence threshold, as compared with in A-ViT, 2022"
     per_image_point = True
-    judges_answers = True
+    exits_by_confidence = True
 
     def __init__(self, threshold: Share = 0.9, min_depth: int = 1, supervision: Supervision = "linear") -> None:
         """

@@ -48,7 +48,7 @@ class DynamicViT(KeepsShare, Method):
     """Predictors after some blocks decide which patches go on; trained with hard Gumbel decisions and a ratio loss."""
 
     paper = "DynamicViT: Efficient Vision Transformers with Dynamic Token Sparsification, 2021"
-    asks_features = True
+    needs_teacher_features = True
     keeps_prefix = True
 
     def __init__(
@@ -82,7 +82,7 @@ class DynamicViT(KeepsShare, Method):
         self.count, self.threshold = count, threshold
         self.lambda_ratio, self.lambda_features, self.gumbel = lambda_ratio, lambda_features, gumbel
         self.lambda_attention = lambda_attention
-        self.asks_attention = bool(lambda_attention)
+        self.needs_teacher_attention = bool(lambda_attention)
         self.operating_point = ("keep", 0.0, 1.0) if count == "fixed" else ("threshold", 1.0, 0.0)
         self.predictors = nn.ModuleDict()
 
@@ -101,7 +101,7 @@ class DynamicViT(KeepsShare, Method):
             return Verdict(tokens.decide(depth, None))
         logit, patch = self.predictors[str(layer)](tokens), ~tokens.is_prefix
         record = {"score": torch.sigmoid(-logit)}  # probability of halting
-        record |= {"worth": logit} if self.asks_attention and self.training else {}
+        record |= {"worth": logit} if self.needs_teacher_attention and self.training else {}
         merge = Merge() if self.merges(depth) else None
         if self.training and self.gumbel:
             soft, keep = self._gumbel_softmax(tokens, logit)
@@ -145,7 +145,7 @@ class DynamicViT(KeepsShare, Method):
     @property
     def loss_weights(self) -> dict[str, float]:
         weights = {"ratio": self.lambda_ratio, "features": self.lambda_features}
-        return weights | ({"attention": self.lambda_attention} if self.asks_attention else {})
+        return weights | ({"attention": self.lambda_attention} if self.needs_teacher_attention else {})
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         if depth + 1 not in self.stages:

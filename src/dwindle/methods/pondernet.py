@@ -29,7 +29,7 @@ class PonderNet(Method):
 
     paper = "PonderNet: Learning to Ponder, 2021"
     per_image_point = True
-    judges_answers = True
+    exits_by_confidence = True
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class PonderNet(Method):
         )
 
     def start(self, tokens: Tokens) -> Tokens:
-        tokens.notes["surviving"] = tokens.numbers(1.0)  # prod_j (1 - lambda_j)
+        tokens.notes["surviving"] = tokens.full(1.0)  # prod_j (1 - lambda_j)
         if self.sample:
             assert tokens.images is not None
             draws = drawn(tokens.images, tokens.shape[1], 0)

@@ -23,7 +23,7 @@ class Random(KeepsShare, Method):
     """
 
     needs_training = False
-    rival = True
+    baseline = True
     keeps_prefix = True
     paper = "random dropping of patches"
 
@@ -54,7 +54,7 @@ class Random(KeepsShare, Method):
     def start(self, tokens: Tokens) -> Tokens:
         assert tokens.images is not None
         draws = drawn(tokens.images, tokens.shape[1], self.seed)
-        tokens.notes["draws"] = tokens.gather(draws).to(tokens.numbers(0.0).dtype)
+        tokens.notes["draws"] = tokens.gather(draws).to(tokens.full(0.0).dtype)
         return tokens
 
     def probe(self, depth: int) -> Probe:

@@ -55,12 +55,12 @@ class Resolution(Method):
         rows, columns = (max(1, int(scale * patches + 0.5)) for patches in self.shape.grid(image))
         return rows * self.shape.patch[0], columns * self.shape.patch[1]
 
-    def seen_size(self, image: tuple[int, int]) -> tuple[int, int]:
+    def resized_size(self, image: tuple[int, int]) -> tuple[int, int]:
         return self.size(image, self.scale)
 
-    def seen(self, images: Tensor) -> Tensor:
+    def resize(self, images: Tensor) -> Tensor:
         full = (images.shape[-2], images.shape[-1])
-        size = self.seen_size(full)
+        size = self.resized_size(full)
         return images if size == full else resized(images, size)
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:

@@ -42,4 +42,4 @@ class Shallow(Method):
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
         done = depth + 1 >= self.depth
-        return Verdict(tokens.decide(depth, torch.zeros_like(tokens.counted) if done else None))
+        return Verdict(tokens.decide(depth, torch.zeros_like(tokens.live_rows) if done else None))

@@ -25,7 +25,7 @@ class Similarity(EarlyExit, Method):
 
     paper = "similarity gauging, as compared with in A-ViT, 2022"
     per_image_point = True
-    judges_answers = True
+    exits_by_confidence = True
 
     def __init__(
         self,

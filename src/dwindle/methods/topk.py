@@ -50,7 +50,7 @@ class TopK(KeepsShare, Method):
         )
         self.set_share(stages, keep, budget, merge)
         self.fuse, self.lambda_attention = fuse, lambda_attention
-        self.asks_attention = bool(lambda_attention)
+        self.needs_teacher_attention = bool(lambda_attention)
         self.operating_point = ("keep", 0.0, 1.0)
 
     def bind(self, shape: Shape) -> None:
@@ -59,7 +59,7 @@ class TopK(KeepsShare, Method):
 
     def probe(self, depth: int) -> Probe:
         decides = depth + 1 in self.stages
-        learns = decides and self.asks_attention and self.training
+        learns = decides and self.needs_teacher_attention and self.training
         return Probe(attention=decides, attention_learns=learns, merging=self.merges(depth))
 
     def step(self, depth: int, tokens: Tokens) -> Verdict:
@@ -72,20 +72,20 @@ class TopK(KeepsShare, Method):
         count = self.kept_patches(tokens, patch.to(score.dtype))
         keep, merge = (rank < count) | ~patch, Merge() if self.merges(depth) else None
         if self.fuse and "forced" not in tokens.notes:
-            leaving = tokens.counted & ~keep
+            leaving = tokens.live_rows & ~keep
             best = leaving & (rank == count)  # the best of those that would leave goes on, as the mean of all of them
             place = tokens.per_image(tokens.image_sum(tokens.place * best))
             keep, merge = keep | best, Merge(torch.where(leaving, place, tokens.place), weight=score)
         return Verdict(tokens.decide(depth, keep), record={"score": score}, merge=merge)
 
     def losses(self, out: Output, teacher: Output | None = None) -> dict[str, Tensor]:
-        if not self.asks_attention:
+        if not self.needs_teacher_attention:
             return {}
         return attention_terms(out, teacher, lambda values: _log(values.get("score")))
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        return {"attention": self.lambda_attention} if self.asks_attention else {}
+        return {"attention": self.lambda_attention} if self.needs_teacher_attention else {}
 
     def macs(self, tokens: Tensor, depth: int) -> Tensor:
         if depth + 1 not in self.stages:

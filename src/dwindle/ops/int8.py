@@ -91,7 +91,7 @@ def to_int8(model: Any) -> Any:
     for block in backbone.blocks:
         for owner in list(block.modules()):
             for name, layer in owner.named_children():
-                if type(layer) is nn.Linear and not backbone.reads(owner, name):
+                if type(layer) is nn.Linear and not backbone.reads_weight(owner, name):
                     setattr(owner, name, Int8Linear.of(layer))
     backbone.install()
     return model

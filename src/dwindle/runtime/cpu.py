@@ -85,8 +85,8 @@ class CpuGraphs:
     def _grids(self, images: Tensor, forced: bool) -> Grids:
         """The grid of the images as the method resizes them, and that of the images themselves if it differs."""
         shape, size = self.model.backbone.shape, (images.shape[-2], images.shape[-1])
-        whole, seen = (shape.grid(each) for each in (size, size if forced else self.model.method.seen_size(size)))
-        return seen, None if seen == whole else whole
+        whole, resized = (shape.grid(each) for each in (size, size if forced else self.model.method.resized_size(size)))
+        return resized, None if resized == whole else whole
 
     def _tokens(self, images: Tensor) -> int:
         return self.model.backbone.shape.tokens((images.shape[-2], images.shape[-1]))
@@ -307,7 +307,7 @@ class Graph:
         lives = [Where(shape, live_BN=depth > block) for block in range(blocks)]
         if "features" not in outputs:
             return ShortOutput(outputs["logits"], ShortTrace(shape, prefix, grid, blocks, lives, whole))
-        trace = Trace(shape, prefix, grid, blocks, lives, [{} for _ in lives], whole=whole)
+        trace = Trace(shape, prefix, grid, blocks, lives, [{} for _ in lives], image_grid=whole)
         for name, value in outputs.items():
             kind, _, rest = name.partition(".")
             if kind == "values":
@@ -324,7 +324,7 @@ class ShortTrace(Trace):
     def __init__(
         self, shape: Any, prefix: int, grid: tuple[int, int], blocks: int, lives: list[Where], whole: Any
     ) -> None:
-        super().__init__(shape, prefix, grid, blocks, lives, whole=whole)
+        super().__init__(shape, prefix, grid, blocks, lives, image_grid=whole)
         del self.values, self.exits
 
     def __getattr__(self, name: str) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..core.model import AdaptiveViT
 from ..errors import DwindleError, unknown
-from ..files import photographs, writing
+from ..files import photographs, write_errors
 from ..io.images import load_image, preprocess_of
 from ..ops.int8 import is_int8
 from ..ops.timing import milliseconds
@@ -80,7 +80,7 @@ def export(model: AdaptiveViT, to: str, out: str | os.PathLike, *, seconds: floa
             "An int8 model is not exported; export the one it was made from, then quantise the file with onnxruntime."
         )
     photos = check_images(model)
-    with writing(path):
+    with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.stem}.draft{path.suffix}")
     write, open_ = {
@@ -90,7 +90,7 @@ def export(model: AdaptiveViT, to: str, out: str | os.PathLike, *, seconds: floa
     }[to]
     try:
         recorded = program(Graph(model, worthwhile_moves(model, photos)), photos)
-        with writing(path):
+        with write_errors(path):
             write(recorded, draft, _metadata(model))
         result = {"out": str(path), "form": to, **check(model, open_(draft), photos)}
         if to == "onnx":

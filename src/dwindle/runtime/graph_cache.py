@@ -32,7 +32,7 @@ from ..files import draft
 
 MAX_FILES = 256  # a graph without weights takes a quarter of a megabyte
 PACKAGES = ("torch", "timm", "transformers", "onnx", "onnxscript", "onnxruntime")
-PROGRESS = ("trained", "held", "told", "progress")  # attributes of a method that do not change its output
+PROGRESS = ("trained", "budget_held", "warned", "progress")  # attributes of a method that do not change its output
 
 log = logging.getLogger("dwindle")
 

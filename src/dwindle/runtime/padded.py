@@ -100,7 +100,7 @@ class Padded(Masked):
             mask = pairs if mask is None else pairs + mask
         return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
-    def placed(self, places: Tensor) -> Tensor:
+    def gather_positions(self, places: Tensor) -> Tensor:
         """The values of each row's position: (B, 1 or H, n, C) of (N, C) or (H, N, C)."""
         if not self.moved:
             return places
@@ -158,7 +158,9 @@ class Padded(Masked):
         into = self.nearest(keep) if merge.into is None else merge.into
         x, weight = self._merged(into, merge, order)
         if self.front is None:
-            after = after.changed(leader=self.led(into if merge.into is not None else self.flat_index.gather(1, into)))
+            after = after.changed(
+                leader=self.merge_leaders(into if merge.into is not None else self.flat_index.gather(1, into))
+            )
         if merge.weight is not None:
             return after.changed(x=x) if order is None else after._selected(order, x)
         after = after if order is None else after._selected(order, x, but=("size", "key_bias"))
@@ -209,7 +211,7 @@ class Padded(Masked):
             moved=True,
         )
 
-    def led(self, into: Tensor) -> Tensor:
+    def merge_leaders(self, into: Tensor) -> Tensor:
         """The leaders after merging. into: the token that each row is merged into.
 
         No two rows of an image are the same token, so no row overwrites another's entry. Rows that are not live keep

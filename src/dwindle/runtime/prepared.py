@@ -90,7 +90,7 @@ class PreparedViT(Prepared):
             model.check_images(images)  # the engine checks images itself, when it records a new size
         self._check_place(images)
         if depths is None:
-            model.method.tell_unready()
+            model.method.warn_untrained()
         if self._engine is not None and recorded:
             return self._engine(images, depths, operating_point)
         out = None if self._graphs is None else self._graphs(images, depths, operating_point)
@@ -114,7 +114,7 @@ class PreparedViT(Prepared):
         return "packed" if self._graphs is None or self._graphs.graph(images) is None else "graph"
 
 
-def quickest(model: Any, images: int | None = None, details: bool = False) -> Callable[..., Output]:
+def prepared_or_self(model: Any, images: int | None = None, details: bool = False) -> Callable[..., Output]:
     """The model prepared; the model itself where it cannot be copied."""
     try:
         return model.prepare(images, details)

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..core.model import AdaptiveViT, Output, adapt
-from ..evaluate.evaluate import turn
+from ..evaluate.evaluate import set_operating_point
 from ..io.classes import class_names
 from ..io.images import preprocess_of
 from ..io.promise import promise_of
@@ -84,7 +84,7 @@ class Served:
             return self.fast(images)
         assert operating_points[0] is not None
         with self.turning:  # the model has one operating point at a time
-            turn(self.fast, operating_points[0])
+            set_operating_point(self.fast, operating_points[0])
             return self.fast(images)
 
     def _images(self, pixels: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def _table(model: AdaptiveViT, fast: PreparedViT, images: Tensor, points: int) -
     assert own is not None
 
     def cost(value: float) -> float:
-        turn(fast, value)
+        set_operating_point(fast, value)
         return float(model.cost(fast(images).trace))
 
     measured = [(cost(value), value) for value in (cheap, own, dear)]
@@ -229,7 +229,7 @@ def _table(model: AdaptiveViT, fast: PreparedViT, images: Tensor, points: int) -
         i = max(range(len(measured) - 1), key=lambda i: measured[i + 1][0] - measured[i][0])
         middle = (measured[i][1] + measured[i + 1][1]) / 2
         measured.insert(i + 1, (cost(middle), middle))
-    turn(fast, own)
+    set_operating_point(fast, own)
     rising = [measured[0]]
     for share, value in measured[1:]:
         if share > rising[-1][0]:

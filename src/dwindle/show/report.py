@@ -37,7 +37,7 @@ from ..io.classes import class_names, known_classes
 from ..io.config import read_config
 from ..io.datasets import Images
 from ..io.images import preprocess_of
-from ..io.promise import promise_of, told
+from ..io.promise import promise_of, sentence
 from ..io.sets import evaluation_images
 from ..methods.static import Static
 from ..tasks.classify import load_classifier
@@ -317,10 +317,10 @@ class Page:
             ("images", f"{numbers['images']}", ""),
         ]
         head = "".join(f"<div><dt>{t}</dt><dd>{v}<small>{note}</small></dd></div>" for t, v, note in cards)
-        intro = f"{type(method).__name__} on {images.told()} Static: {self.base.name}."
+        intro = f"{type(method).__name__} on {images.summary()} Static: {self.base.name}."
         rows = [[name, value] for name, value in method.config.items()]
         if (promise := promise_of(self.model)) is not None:
-            self.add("What it promises", f"{told(promise)[0].upper()}{told(promise)[1:]}.")
+            self.add("What it promises", f"{sentence(promise)[0].upper()}{sentence(promise)[1:]}.")
         self.add(f"Settings of {type(method).__name__}", f"{method.paper}.", charts.table(["setting", "value"], rows))
         html = charts.SHELL.format(
             title=escape(f"Where {run} spends its compute"),

@@ -88,8 +88,8 @@ def run_through(run: Run) -> bool:
         counted = run.task.numbered_by
         for metrics in run.epochs(tick):
             if speaks:
-                if len(run.history) == 1 and run.task.told():
-                    aside.print(f"evaluated on {plain(run.task.told() or '')}", soft_wrap=True)
+                if len(run.history) == 1 and run.task.evaluated_on():
+                    aside.print(f"evaluated on {plain(run.task.evaluated_on() or '')}", soft_wrap=True)
                 shown = "  ".join(f"{k} {v:.4g}" for k, v in metrics.items() if k in run.task.shown)
                 aside.print(f"{counted} {int(metrics[counted])}  {shown}")
     ranks.leave()

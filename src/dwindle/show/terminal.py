@@ -151,7 +151,7 @@ def tell_images(images: Any) -> None:
     """Print which images were evaluated, and which were skipped."""
     for name, reason in images.corrupt_files():
         aside.print(f"skipped {plain(name)}: {plain(reason)}", soft_wrap=True)
-    console.print(plain(images.told()), soft_wrap=True)
+    console.print(plain(images.summary()), soft_wrap=True)
 
 
 def unread(result: dict[str, Any]) -> str:

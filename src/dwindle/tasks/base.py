@@ -39,7 +39,7 @@ class Source:
     resident: Any = None
 
     @property
-    def given(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """The arguments that a run's results depend on, as the run's state keeps them."""
         named = {"data": self.data, "eval_data": self.eval_data, "limit": self.limit}
         return {name: value for name, value in named.items() if value is not None}
@@ -92,7 +92,7 @@ class Task:
         """This process's batches of a training epoch, or of the evaluation data."""
         raise NotImplementedError
 
-    def mixed(self, x: Tensor, y: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def mix_batch(self, x: Tensor, y: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """The batch after mixup or cutmix, for tasks that have it."""
         return x, y
 
@@ -130,11 +130,11 @@ class Task:
         """Entries of a result beside its metrics."""
         return {}
 
-    def told(self) -> str | None:
+    def evaluated_on(self) -> str | None:
         """A sentence for the terminal about the evaluation data."""
         return None
 
-    def noticed(self) -> dict[str, Any]:
+    def extra_metrics(self) -> dict[str, Any]:
         """More entries for the run's last line, such as the number of skipped images."""
         return {}
 

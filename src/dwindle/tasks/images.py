@@ -172,7 +172,7 @@ class ImageTask(Task):
         batch = self.batch if train else EVALUATED
         return (batch * ranks.world(), (0, 1)) if alike else (batch, (ranks.rank(), ranks.world()))
 
-    def mixed(self, x: Tensor, y: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def mix_batch(self, x: Tensor, y: Tensor, step: int) -> tuple[Tensor, Tensor]:
         if self.mixup is None:
             return x, y
         with seeded(self.recipe.seed, step):
@@ -220,10 +220,10 @@ class ImageTask(Task):
     def about(self) -> dict[str, Any]:
         return self.eval_images.about()
 
-    def told(self) -> str | None:
-        return self.eval_images.told()
+    def evaluated_on(self) -> str | None:
+        return self.eval_images.summary()
 
-    def noticed(self) -> dict[str, Any]:
+    def extra_metrics(self) -> dict[str, Any]:
         return {"corrupt_training": len(self.train_images.corrupt)} if self.train_images.corrupt else {}
 
     def extra(self) -> dict[str, Any]:

@@ -36,7 +36,9 @@ def teacher_classes(model: Any, images: Images, named: str, device: torch.device
         owner=f"the teacher {named}",
     )
     if found.both < len(found.numbers):
-        raise DwindleError(f"The teacher {named} does not know the data: {found.told()} Take one trained on this data.")
+        raise DwindleError(
+            f"The teacher {named} does not know the data: {found.summary()} Take one trained on this data."
+        )
     return None if found.same else torch.from_numpy(found.numbers).to(device)
 
 

@@ -16,14 +16,14 @@ from typing import Any
 
 from ..core import processes as ranks
 from ..core.cost import budget_share
-from ..core.method import Method, constructor, ways
+from ..core.method import Method, constructor, methods_by_name
 from ..errors import DwindleError, unknown
 from ..evaluate.fidelity import agreement
 from ..evaluate.readers import tensors
 from ..io.card import write_card
 from ..io.checkpoint import load, save
 from .loop import Run
-from .own import placed
+from .own import with_model
 from .recipe import Recipe, changed
 
 log = logging.getLogger("dwindle")
@@ -51,10 +51,10 @@ def fit_recipe(
     """
     if learns not in LEARNS:
         raise unknown("choice of what learns", learns, LEARNS)
-    if method not in ways():
-        raise unknown("method", method, ways())
-    kind = ways()[method]
-    if kind.judges_answers:
+    if method not in methods_by_name():
+        raise unknown("method", method, methods_by_name())
+    kind = methods_by_name()[method]
+    if kind.exits_by_confidence:
         raise DwindleError(
             f"--method {method}: it stops an image when its class is clear, and no classes are learnt here; take ToMe, "
             "TopK or AHT."
@@ -81,7 +81,7 @@ def fit_recipe(
         skip_corrupt=True,
         eval_every=epochs,
     )
-    return changed(placed(recipe, model, weights), settings)
+    return changed(with_model(recipe, model, weights), settings)
 
 
 class _Enough(Exception):

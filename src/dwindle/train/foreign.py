@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import DwindleError
 from ..io.checkpoint import load_vit_weights
-from ..io.download import no_waiting
+from ..io.download import offline_if_unreachable
 from ..io.images import Preprocess
 
 
@@ -47,7 +47,7 @@ def foreign(name: str, weights: str | None, images: Preprocess, classes: int) ->
     if weights is not None and not Path(weights).is_file():
         raise DwindleError(f"teacher_weights = {weights}: there is no such file; give the teacher's weights.")
     try:
-        with no_waiting():
+        with offline_if_unreachable():
             options = {"pretrained": True} if weights is None else {"num_classes": classes}
             model: Any = timm.create_model(name, **options)
     except (OSError, RuntimeError) as error:

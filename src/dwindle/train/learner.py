@@ -34,7 +34,7 @@ class Learner:
         """Build the model and its teacher, and let the task know how it wants its data."""
         self.recipe, self.task, self.device = recipe, task, device
         self.halves = recipe.halves(device)
-        self.sharded = ranks.together() and recipe.parallel == "fsdp"
+        self.sharded = ranks.is_distributed() and recipe.parallel == "fsdp"
 
     @property
     def name(self) -> str:

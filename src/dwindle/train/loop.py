@@ -25,7 +25,7 @@ from .learner import Learner
 from .recipe import Training
 from .state import Claim, random_state, read_state, restore_random, write_metrics, write_state
 from .step import Step, full_state, load_full_state, shard
-from .teacher import Answers
+from .teacher import TeacherCache
 
 PATIENCE = 60.0  # seconds since the last save after which every epoch is saved: `save_every` is for short epochs
 Tick = Callable[[int, int, dict[str, Tensor]], None]
@@ -46,7 +46,7 @@ class Run:
         limit: int | None = None,
         opened: Any = None,
         resident: Any = None,
-        answers: Answers | None = None,
+        answers: TeacherCache | None = None,
     ) -> None:
         """data, eval_data: names or folders. limit: only so many images of each. opened, resident: the data opened and
         decoded by an earlier run (see `Source`). answers: the teacher's outputs of earlier runs on the same batches, to
@@ -61,7 +61,7 @@ class Run:
             raise DwindleError(f"{kind.what} trains in one process, not {ranks.started()}; start it without torchrun.")
         self.device = torch.device(ranks.join(device) or ("cuda" if torch.cuda.is_available() else "cpu"))
         source = Source(data, eval_data, limit, opened, resident)
-        self.given = dataclasses.asdict(recipe) | source.given
+        self.given = dataclasses.asdict(recipe) | source.identity
         self.claim = Claim(self.out, resume)
         self.task: Any = task_named(recipe.task)(recipe, source, self.device)
         seed_everything(recipe.seed)
@@ -149,7 +149,7 @@ class Run:
         learner.begin_epoch(self)
         self.model.train()
         if learner.teacher is not None:
-            learner.teacher.asked = 0
+            learner.teacher.computed = 0
         begin = time.perf_counter()
         sums: dict[str, Tensor] = {}
         for x, y in task.batches(train=True, epoch=self.seen(self.epoch)):
@@ -183,7 +183,7 @@ class Run:
         """Save the checkpoint first, then the state: after a kill in between, this epoch is trained and saved again."""
         task = self.task
         task.gather()
-        extra = task.extra() | {"recipe": self.recipe.told(), "results": self.history[-1] | task.about()}
+        extra = task.extra() | {"recipe": self.recipe.settings(), "results": self.history[-1] | task.about()}
         weights = full_state(self.model) if self.sharded else self.model.state_dict()
         moments = full_state(self.model, self.optimizer) if self.sharded else self.optimizer.state_dict()
         randoms = ranks.gathered(random_state(self.device))

@@ -35,10 +35,10 @@ def own_recipe(
     options = {"budget": 0.67 if budget is None else budget} if holds else {}
     made = Recipe(method=method, method_options=options, image_size=image_size)
     made = made if epochs is None else dataclasses.replace(made, epochs=epochs)
-    return placed(made, model, weights)
+    return with_model(made, model, weights)
 
 
-def placed(recipe: Recipe, model: str, weights: str | None) -> Recipe:
+def with_model(recipe: Recipe, model: str, weights: str | None) -> Recipe:
     """The recipe with `model` and `weights` set.
 
     model: a timm name, with its weights; a Hugging Face folder; or a checkpoint, which then gives the weights, and the

@@ -62,7 +62,7 @@ class Training:
         """The recipe with this data, for recipes that hold the name of their data."""
         return self
 
-    def told(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """The settings as a checkpoint holds them: without this machine's folders and those the task does not use."""
         unused = task_named(self.task).unused
         settings = {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}

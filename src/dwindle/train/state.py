@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core import processes as ranks
 from ..errors import DwindleError
-from ..files import check_folder, draft, lock, unlock, writing
+from ..files import check_folder, draft, lock, unlock, write_errors
 
 STATE = "state.pt"
 BEGUN = ".begun"  # a file in the folder of a run that has not ended
@@ -60,7 +60,7 @@ class Claim:
 
     def _begin(self) -> None:
         self.made = [folder for folder in (self.out, *self.out.parents) if not folder.exists()]
-        with writing(self.out):
+        with write_errors(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
             self._lock()
         if self._stamp() != self.state:
@@ -168,7 +168,7 @@ def write_metrics(out: Path, history: list[dict[str, float]], logged: int = 0, b
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return logged
-    with writing(out / "tensorboard"), _quiet_threads(), SummaryWriter(str(out / "tensorboard")) as board:
+    with write_errors(out / "tensorboard"), _quiet_threads(), SummaryWriter(str(out / "tensorboard")) as board:
         for row in history[logged:]:
             for name, value in row.items():
                 board.add_scalar(name, value, int(row[by]))

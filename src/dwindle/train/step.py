@@ -39,7 +39,7 @@ class Step:
         self.learner, self.recipe = learner, learner.recipe
         self.bare = LossModule(learner)
         # FSDP's parameters were sharded before the optimiser was made.
-        exchanged = ranks.together() and not learner.sharded
+        exchanged = ranks.is_distributed() and not learner.sharded
         self.loss_module: Any = _exchanging(self.bare, learner.device) if exchanged else self.bare
         self.begun = False
         self.recorded: Recorded | None = None
@@ -47,7 +47,7 @@ class Step:
 
     @property
     def recording(self) -> bool:
-        return self.learner.recording and not ranks.together() and self.recipe.accumulate == 1
+        return self.learner.recording and not ranks.is_distributed() and self.recipe.accumulate == 1
 
     def forget(self) -> None:
         """Free the memory of the recordings."""

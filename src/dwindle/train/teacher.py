@@ -23,7 +23,7 @@ SMALL = ("logits", "attention")  # the outputs that are kept: features would fil
 Size = tuple[int, int]
 
 
-class Room:
+class CacheBudget:
     """The memory for kept outputs, shared by several teachers."""
 
     def __init__(self, size: int = KEPT) -> None:
@@ -37,15 +37,15 @@ class Room:
         return fits
 
 
-class Answers:
+class TeacherCache:
     """A teacher's outputs by step, for runs with the same teacher, data, seed and augmentation.
 
     Outputs for which there is no room are not kept; the teacher computes them again.
     """
 
-    def __init__(self, room: Room | None = None) -> None:
+    def __init__(self, room: CacheBudget | None = None) -> None:
         self.by_step: dict[int, dict[str, Tensor]] = {}
-        self.room = room or Room()
+        self.room = room or CacheBudget()
 
     def get(self, step: int, names: tuple[str, ...]) -> dict[str, Tensor] | None:
         """The outputs of these names for a step; None if not all of them are kept."""
@@ -84,8 +84,8 @@ class Teacher:
         self.cells: Size | None = None  # the grid of its own patches
         self.prefix = 0  # its tokens before the patches
         self.classes: Tensor | None = None  # its numbers of the data's classes; None: they are the data's
-        self.answers: Answers | None = Answers() if recipe.views else None  # kept if batches repeat
-        self.asked = 0  # batches of this epoch that it computed
+        self.answers: TeacherCache | None = TeacherCache() if recipe.views else None  # kept if batches repeat
+        self.computed = 0  # batches of this epoch that it computed
         self.compiled = False
         self.recorded: Recorded | None = None
 
@@ -93,7 +93,7 @@ class Teacher:
         kept = self.answers.get(step, self.names) if self.answers else None
         if kept is not None:
             return kept
-        self.asked += 1
+        self.computed += 1
         if recording and self.recorded is None:
             self.recorded = record(self.ask, self.model, x, what="its teacher")
         signals = self.ask(x) if self.recorded is None else self.recorded(x)

@@ -84,8 +84,8 @@ class ViTLearner(Learner):
         signals = {
             "logits": self.task.distils and not self._features,
             "states": self._features,
-            "attention": method.asks_attention,
-            "features": method.asks_features,
+            "attention": method.needs_teacher_attention,
+            "features": method.needs_teacher_features,
         }
         names = tuple(name for name, wanted in signals.items() if wanted)
         if named is None:
@@ -113,7 +113,9 @@ class ViTLearner(Learner):
                 rows = teacher_classes(model, self.task.train_images, named, self.device)
             taught = model.unwrap()
             _check_tokens(vit, taught, named, [name for name in names if name != "logits"])
-        teacher = Teacher(adapt(taught, Static(attention=method.asks_attention)), self.recipe, self.device, names)
+        teacher = Teacher(
+            adapt(taught, Static(attention=method.needs_teacher_attention)), self.recipe, self.device, names
+        )
         teacher.classes = rows
         return teacher
 
@@ -154,7 +156,7 @@ class ViTLearner(Learner):
         self.model.method.progress = progress
 
     def inputs(self, x: Tensor, y: Tensor, step: int, seen: int) -> dict[str, Tensor]:
-        x, y = self.task.mixed(x, y, seen)
+        x, y = self.task.mix_batch(x, y, seen)
         if self.teacher is None:
             return {"x": x, "y": y}
         signals = self.teacher(x, seen, self.recording)

@@ -19,7 +19,7 @@ from dwindle.models.adaperceiver.start import _scanning_pairs
 from dwindle.recipes.vision import ada_tiny_test
 from dwindle.train.loop import Run
 from dwindle.train.recipe import changed
-from dwindle.train.teacher import Answers, Teacher
+from dwindle.train.teacher import Teacher, TeacherCache
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_a_teacher_is_asked_once_where_batches_come_again(data, teacher, tmp_pat
     asked.clear()
     list(run(data, tmp_path / "killed", *given, resume=True).epochs())
     assert len(asked) == kept.steps_per_epoch
-    monkeypatch.setattr(Answers, "keep", lambda *_: None)
+    monkeypatch.setattr(TeacherCache, "keep", lambda *_: None)
     list(run(data, tmp_path / "asked", *given).epochs())
     found = [dwindle.load(tmp_path / name).state_dict() for name in ("kept", "killed", "asked")]
     assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])

@@ -14,7 +14,7 @@ from ...io.checkpoint import load_as
 from ...io.datasets import limit as first
 from ...io.images import preprocess_of
 from ...io.opening import open_data
-from ...io.sets import evaluation_images, parts_for
+from ...io.sets import evaluation_images, splits_for
 from ...runtime.dtypes import DTYPES, check_runs
 from ...show.terminal import (
     Batch,
@@ -112,7 +112,7 @@ def grid(
     }
     write_text(out / "grid.json", json.dumps(result, indent=1) + "\n")
     _draw_grid(model, result, out)
-    aside.print(plain(images.told()), soft_wrap=True)
+    aside.print(plain(images.summary()), soft_wrap=True)
     _tell_grid(model, result, data)
     finish({k: v for k, v in result.items() if k != "rows"} | {"out": str(out)})
 
@@ -175,7 +175,7 @@ def policies(
     if max(taus) > 1:
         raise DwindleError(f"--thresholds {thresholds}: they are confidences, in (0, 1].")
     learns = epochs > 0 and lambdas
-    others, judging = parts_for(model, data)
+    others, judging = splits_for(model, data)
     if limit is not None:
         others, judging = first(others, limit), first(judging, limit)
     held = served(model, judging, place)
@@ -195,7 +195,7 @@ def policies(
             device=place,
             progress=lambda what, images: bar.advance(tasks[what], images),
         )
-    aside.print(plain(judging.told()), soft_wrap=True)
+    aside.print(plain(judging.summary()), soft_wrap=True)
     show_table(f"{checkpoint} on {data}", rules.COLUMNS, [[row[c] for c in rules.COLUMNS] for row in rows])
     if out is not None:
         write_text(out / "policies.json", json.dumps(rows, indent=1) + "\n")

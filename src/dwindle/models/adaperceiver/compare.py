@@ -15,7 +15,7 @@ import torch
 from ...errors import DwindleError
 from ...experiments.compare import INCIDENTAL, Compare, Job, Plan, Report, stem
 from ...io.datasets import limit as first
-from ...io.sets import parts_for
+from ...io.sets import splits_for
 from ...train.state import defaults, differing
 from . import figures
 from .grid import between, falls, grid, rows
@@ -82,7 +82,7 @@ class AdaComparison(Plan):
         conditions["weights"] = Path(recipe.weights).name if recipe.weights else None
         return Job(name, recipe, conditions, partial(make, work, recipe, work.out / stem(name, recipe.seed)))
 
-    def told(self, row: dict[str, Any]) -> str:
+    def line(self, row: dict[str, Any]) -> str:
         found = f"{len(row['rows'])} rows" if "rows" in row else f"top-1 {row['top1']:.2f}"
         return f"{row['name']}, seed {row['seed']}: {found}"
 
@@ -126,7 +126,7 @@ class AdaComparison(Plan):
     def _served(self, work: Compare, model: AdaPerceiver) -> tuple[Any, Any]:
         """Training and evaluation images, as `served` gives them."""
         assert work.data is not None
-        train, held = parts_for(model, work.data, work.eval_data or work.data)
+        train, held = splits_for(model, work.data, work.eval_data or work.data)
         train.skip = held.skip = self.base.skip_corrupt
         if work.limit is not None:
             train, held = first(train, work.limit), first(held, work.limit)
@@ -194,7 +194,7 @@ def static(size: Setting) -> str:
 def _check_finished(model: AdaPerceiver, recipe: AdaRecipe, folder: Path) -> None:
     """Raises unless the folder's checkpoint is at the end of the recipe's training: checkpoints are also written during
     a training, and may come from another one."""
-    ours = {n: value for n, value in recipe.told().items() if n not in INCIDENTAL or n == "weights"}
+    ours = {n: value for n, value in recipe.settings().items() if n not in INCIDENTAL or n == "weights"}
     theirs, done = model.extra.get("recipe", {}), model.extra.get("results", {}).get("epoch")
     others = differing(defaults(recipe) | theirs, ours)
     if others or done != recipe.epochs:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...core.model import Output
 from ...runtime.cuda import recording
-from ...runtime.cuda.keep import Keeper, refusals
+from ...runtime.cuda.keep import Keeper, capture_errors
 from .settings import Exits, Setting, trace_of
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Leaving:
     def __call__(self, images: Tensor, exit: float) -> Output:
         tokens, _, width = self.setting
         size = count = len(images)
-        with self.keeper.turn:
+        with self.keeper.lock:
             self.images.copy_(images)
             self.sure.fill_(exit)
             self.start.replay()
@@ -135,7 +135,7 @@ class Leaving:
             try:
                 with torch.inference_mode(False), torch.no_grad():
                     self.graphs[at, size] = recording.captured(call, self.keeper.pool)
-            except refusals() as error:
+            except capture_errors() as error:
                 if not self.graphs:
                     raise
                 log.warning("block %d of %d images cannot be recorded (%s); eager", self.stretches[at][1], size, error)

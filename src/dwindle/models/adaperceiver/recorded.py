@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core.model import Output
 from ...runtime.cuda import recording
-from ...runtime.cuda.keep import GRAPHS, Keeper, refusals
+from ...runtime.cuda.keep import GRAPHS, Keeper, capture_errors
 from .leaving import Leaving
 from .settings import Exits, Setting
 
@@ -85,7 +85,7 @@ class Recorder(Keeper["AdaPerceiver"]):
             return Leaving(self, images, setting, exit_depths) if leaving else Recorded(self, images, setting)
         except torch.OutOfMemoryError:
             raise
-        except refusals() as error:
+        except capture_errors() as error:
             reason, at = str(error).splitlines()[0], (tuple(images.shape), *setting)
             log.warning("AdaPerceiver cannot be recorded (%s); %s runs eager", reason, at)
             return self._eager(setting, exit_depths)
@@ -95,7 +95,7 @@ class Recorded:
     """A forward pass as a CUDA graph, into which images are copied and from which answers are copied."""
 
     def __init__(self, keeper: Recorder, images: Tensor, setting: Setting) -> None:
-        self.turn, model = keeper.turn, keeper.model
+        self.lock, model = keeper.lock, keeper.model
         self.held, autocast = recording.held(model), recording.autocast_as_now()
 
         def forward() -> None:
@@ -107,7 +107,7 @@ class Recorded:
             self.graph = recording.captured(forward, keeper.pool)
 
     def __call__(self, images: Tensor, exit: None = None) -> Output:
-        with self.turn:
+        with self.lock:
             self.images.copy_(images)
             self.graph.replay()
             recorded = self.out.trace  # depends on the setting alone, so it is valid for all images

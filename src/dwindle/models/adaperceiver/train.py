@@ -169,7 +169,7 @@ class AdaLearner(Learner):
         return {"stage": float(self.stage + 1)}
 
     def inputs(self, x: Tensor, y: Tensor, step: int, seen: int) -> dict[str, Tensor]:
-        x, y = self.task.mixed(x, y, seen)
+        x, y = self.task.mix_batch(x, y, seen)
         inputs = {"x": x, "y": y}
         if self.teacher is not None:
             (inputs["teacher_answers"],) = self.teacher(x, seen, self.recording).values()

@@ -14,7 +14,7 @@ from ...core.method import require
 from ...errors import DwindleError, unknown
 from ...io.checkpoint import save
 from ...io.text import Vocabulary, open_text
-from ...settings import Share, fitted
+from ...settings import Share, checked_value
 from ...show.drawing import file_stems
 from ...show.running import shared
 from ...show.terminal import (
@@ -56,7 +56,7 @@ def _opened(checkpoint: str, tau: float | None) -> tuple[AdaptiveLM, Vocabulary]
     """The model of a checkpoint, with its router's tau set if one is given, and its vocabulary."""
     model = load_lm(checkpoint)
     if tau is not None:
-        fitted(tau, Share, "--tau", "a router")
+        checked_value(tau, Share, "--tau", "a router")
         require(
             hasattr(model.method, "tau"),
             f"--tau {tau}",

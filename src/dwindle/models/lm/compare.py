@@ -96,7 +96,7 @@ class LMComparison(Plan):
         """A router trained and measured. measure: what is measured; None: the metrics on the validation text."""
         recipe = dataclasses.replace(self.base, method=router, method_options=options, seed=seed)
         recipe = recipe.on(work.data)
-        conditions = work.conditions(recipe, INCIDENTAL) | {"data": recipe.told()["data"], "windows": self.windows}
+        conditions = work.conditions(recipe, INCIDENTAL) | {"data": recipe.settings()["data"], "windows": self.windows}
         place = work.out / (folder or stem(name, seed))
         return Job(name, recipe, conditions, partial(self._made, work, recipe, place, measure))
 
@@ -142,7 +142,7 @@ class LMComparison(Plan):
             "controls": controls,
         }
 
-    def told(self, row: dict[str, Any]) -> str:
+    def line(self, row: dict[str, Any]) -> str:
         shown = {"loss": f"{row['loss']:.4f}", "saved": f"{row['tlops_saved']:.3f}"}
         return f"{row['name']}, seed {row['seed']}: " + ", ".join(f"{what} {value}" for what, value in shown.items())
 

@@ -66,7 +66,7 @@ class LMRecipe(Training):
     def on(self, data: str | None) -> LMRecipe:
         return self if data is None else dataclasses.replace(self, data=data)
 
-    def told(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         begun = None if self.weights is None else Path(self.weights).name
         return dataclasses.asdict(self) | {"data": Path(self.data).name, "weights": begun}
 

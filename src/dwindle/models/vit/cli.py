@@ -13,8 +13,8 @@ from ...errors import unknown
 from ...evaluate.analysis import operating_points
 from ...evaluate.bench import INT8, model_to_bench, race, some_photos
 from ...evaluate.bench import bench as time_model
+from ...evaluate.evaluate import calibrate_or_refuse, set_operating_point
 from ...evaluate.evaluate import evaluate as measure
-from ...evaluate.evaluate import meet, turn
 from ...evaluate.predict import predict as predict_all
 from ...io.batches import loader
 from ...io.checkpoint import find, load_as, save
@@ -106,7 +106,7 @@ def _turn_threshold(model: Any, threshold: float) -> None:
     # A threshold for sums of scores has no upper bound: above the number of blocks nothing halts, which is allowed.
     for_sums = high == model.backbone.shape.blocks
     require(for_sums or threshold <= high, option, f"{method}'s lies between {low:g} and {high:g}")
-    turn(model, threshold, "threshold")
+    set_operating_point(model, threshold, "threshold")
 
 
 def bench(
@@ -217,7 +217,7 @@ def export(
     at_least(seconds=(seconds, 0))
     model = load_as(AdaptiveViT, checkpoint)
     if budget is not None:
-        meet(model, check_images(model), budget)
+        calibrate_or_refuse(model, check_images(model), budget)
     result = write_graph(model, to, out, seconds=seconds)
     if rows := result.get("speed"):
         columns = ["batch", "cost", "static_ms", "adaptive_ms", "speedup", "threads"]
@@ -246,7 +246,7 @@ def quantize(
     model = load_as(AdaptiveViT, checkpoint)
     photos = check_images(model)
     if budget is not None:
-        meet(model, photos, budget)
+        calibrate_or_refuse(model, photos, budget)
     quantized = to_int8(model)
     result: dict[str, Any] = {"out": str(out), **likeness(model, quantized, photos)}
     if data is not None:
@@ -258,7 +258,7 @@ def quantize(
                 result[name] = measure(variant, batches, progress=lambda n: bar.advance(task, n))
         rows = [{"name": name, **result[name]} for name in ("float", "int8")]
         show_rows(f"{checkpoint} on {data}", ["name", "top1", "top5", "gmacs", "images_per_s"], rows)
-        console.print(plain(images.told()), soft_wrap=True)
+        console.print(plain(images.summary()), soft_wrap=True)
         result |= images.about()
     save(quantized, out)
     result |= {"bytes": weight_bytes(out), "bytes_float": weight_bytes(find(checkpoint))}

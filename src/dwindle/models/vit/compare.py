@@ -102,7 +102,7 @@ class Comparison(Plan):
                     folder = stem(entry.name, seed) if entry.train == "once" else None
                     yield Job(entry.name, recipe, conditions, make, cost, folder=folder)
 
-    def told(self, row: dict[str, Any]) -> str:
+    def line(self, row: dict[str, Any]) -> str:
         shown = f"{row['name']} at {row['asked']:.2f}, seed {row['seed']}"
         return f"{shown}: top-1 {row['top1']:.2f}, cost {row['cost']:.3f}"
 
@@ -217,7 +217,7 @@ def _measured(run: Run, model: AdaptiveViT, group: str, static: AdaptiveViT | No
         "top1_masked": masked["top1"],
         "images_per_s_masked": masked["images_per_s"],
         "train_images_per_s": speed and round(speed),
-        "teacher_asked": teacher is not None and teacher.asked > 0,  # else its answers were cached, which is faster
+        "teacher_asked": teacher is not None and teacher.computed > 0,  # else its answers were cached, which is faster
         "taught": run.recipe.teacher is not None,
     }
 

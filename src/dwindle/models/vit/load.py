@@ -58,7 +58,7 @@ def adapted(folder: Path, config: dict[str, Any], vit: nn.Module | None) -> Adap
     check_method(make_method, shape, parts["method"], folder)
     with by_config(folder):
         model = make(rebuild(backbone) if vit is None else vit, make_method())
-    model.method.trained = model.method.held = method.get("trained", True)
+    model.method.trained = model.method.budget_held = method.get("trained", True)
     return filled(model, parts, folder)
 
 

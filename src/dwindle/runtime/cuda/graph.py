@@ -19,7 +19,7 @@ from ...core.packed import Packed
 from ...ops.launch import available
 from ...ops.rows import ACTIVATIONS
 from .block import FoldedBlock
-from .keep import GRAPHS, Keeper, refusals
+from .keep import GRAPHS, Keeper, capture_errors
 from .recording import Recording
 
 if TYPE_CHECKING:
@@ -82,10 +82,10 @@ class Engine(Keeper["AdaptiveViT"]):
     def _setting(self) -> tuple:
         """The method's plain settings, which are constants of a recording. A graph reads its tensors from their memory.
 
-        `told` (a warning was given) does not change the output; with it, the second call would record again.
+        `warned` (a warning was given) does not change the output; with it, the second call would record again.
         """
         settings = vars(self.model.method).items()
-        return tuple([v for k, v in settings if k != "told" and isinstance(v, (bool, int, float, str, tuple))])
+        return tuple([v for k, v in settings if k != "warned" and isinstance(v, (bool, int, float, str, tuple))])
 
     def _made(self, images: Tensor, depths: Tensor | None, operating_point: Tensor | None) -> Path:
         """A recording if one can be made, else the eager path. This depends on machine, method and size only."""
@@ -105,10 +105,10 @@ class Engine(Keeper["AdaptiveViT"]):
             most = room(len(images))
             depths, operating_point = (None if x is None else _padded(x, most) for x in (depths, operating_point))
             images = _padded(images, most)
-            return Recording(self.model, self._folded, images, depths, operating_point, self.pool, self.turn)
+            return Recording(self.model, self._folded, images, depths, operating_point, self.pool, self.lock)
         except torch.OutOfMemoryError:
             raise
-        except refusals() as error:
+        except capture_errors() as error:
             method, reason = type(self.model.method).__name__, str(error).splitlines()[0]
             log.warning("engine: %s cannot be recorded (%s); %s runs eager, packed", method, reason, size)
             return eager

@@ -14,11 +14,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Keeper(Generic[Model]):
-    """The base of what keeps a model's recordings. They share one memory pool, so they run one at a time (`turn`)."""
+    """The base of what keeps a model's recordings. They share one memory pool, so they run one at a time (`lock`)."""
 
     def __init__(self, model: Model) -> None:
         self._model = weakref.ref(model)  # the owner of the keeper owns the model too
-        self.turn = threading.Lock()
+        self.lock = threading.Lock()
         self._pool: Any = None
 
     @property
@@ -33,7 +33,7 @@ class Keeper(Generic[Model]):
         return self._pool
 
 
-def refusals() -> tuple[type[Exception], ...]:
+def capture_errors() -> tuple[type[Exception], ...]:
     """The errors by which capturing can fail: torch's, and Triton's for a kernel that does not fit the chip."""
     try:
         from triton.errors import TritonError

@@ -36,13 +36,13 @@ class Recording:
         depths: Tensor | None,
         operating_point: Tensor | None,
         pool: Any,
-        turn: threading.Lock,
+        lock: threading.Lock,
     ) -> None:
-        """pool, turn: the memory that all recordings of a model share, and the lock so that one of them runs at a time.
+        """pool, lock: the memory that all recordings of a model share, and the lock so that one of them runs at a time.
 
         images, depths, operating_point: of the largest batch that the recording can run.
         """
-        self.turn = turn
+        self.lock = lock
         self.most = self.count = len(images)  # the images that it can run, and those of the latest call
         with torch.inference_mode(False):  # calls in inference mode and outside of it copy into these tensors
             self.inputs = [
@@ -81,7 +81,7 @@ class Recording:
 
     def __call__(self, images: Tensor, depths: Tensor | None = None, operating_point: Tensor | None = None) -> Output:
         count = len(images)
-        with self.turn:
+        with self.lock:
             targets = [x if count == self.most else x[:count] for x in self.inputs if x is not None]
             sources = [x for x in (images, depths, operating_point) if x is not None]
             to_copy = [i for i, x in enumerate(sources) if not _same_memory(x, targets[i])]
@@ -138,7 +138,9 @@ class RecordedOutput(Output):
         for i, index in enumerate(recording.order):
             parts[index] = recording.part(self._flat, i)[: self._count]
         like, exits = recording.out.trace, len(recording.out.trace.exits)
-        trace = self.trace = Trace((self._count, like.shape[1]), like.prefix, like.grid, like.blocks, whole=like.whole)
+        trace = self.trace = Trace(
+            (self._count, like.shape[1]), like.prefix, like.grid, like.blocks, image_grid=like.image_grid
+        )
         trace.exits = parts[1 : 1 + exits]
         trace.lives = [Where(trace.shape, live_BN=live) for live in parts[-len(like.lives) :]]
         trace.values = [{} for _ in trace.lives]
