@@ -317,7 +317,7 @@ def test_gumbel_draws_keep_with_the_predicted_probability():
     torch.manual_seed(0)
     tokens = Masked.start(torch.zeros(8, 4000, 1), 0)
     for logit in (-1.0, 0.0, 2.0):
-        _, keep = DynamicViT()._drawn(tokens, torch.full(tokens.shape, logit))
+        _, keep = DynamicViT()._gumbel_softmax(tokens, torch.full(tokens.shape, logit))
         assert float(keep.float().mean()) == pytest.approx(1 / (1 + math.exp(-logit)), abs=0.01)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 
 import pytest
 import timm
@@ -17,6 +16,7 @@ from dwindle.evaluate.bench import forced_depths
 from dwindle.methods.topk import TopK
 from dwindle.ops.patches import cut_by_matmul, cutting, embed_patches
 from dwindle.runtime import cpu, graph_cache, onnx_graph
+from shared.tally import SLOW
 from shared.tiny import METHODS, build, cover, images_for
 
 graphs = pytest.mark.graphs
@@ -40,7 +40,7 @@ def same_details(ours, theirs):
 
 
 @graphs
-@pytest.mark.parametrize("backbone, method", cover() if "DWINDLE_SLOW" in os.environ else PAIRS)
+@pytest.mark.parametrize("backbone, method", cover() if SLOW else PAIRS)
 @torch.no_grad()
 def test_the_graph_is_packed(backbone, method):
     """Of batches of any size, with the depths forced, and for each image its own operating point."""
@@ -60,15 +60,23 @@ def test_the_graph_is_packed(backbone, method):
 @graphs
 @pytest.mark.parametrize("side", [160, 192])
 @torch.no_grad()
-def test_position_embeddings_resampled(side, monkeypatch):
-    """timm's models of any image size resample theirs at every call, also to the size they have. onnxruntime does it:
-    onnx's reference in Python takes minutes in some versions."""
-    called = []
-    monkeypatch.setattr("onnx.reference.ops.op_resize.Resize._run", lambda *given, **how: called.append(how))
+def test_position_embeddings_resampled(side):
+    """timm's models of any image size resample theirs at every call, also to the size they have."""
     model = dwindle.adapt(timm.create_model("test_vit", num_classes=2, dynamic_img_size=True), TopK(stages=(2,)))
     images, fast = torch.randn(2, 3, side, side), model.eval().prepare()
     assert fast.path(images) == "graph"
     same(fast(images), model(images), 1e-4)
+
+
+@graphs
+@torch.no_grad()
+def test_resampling_is_left_to_the_runtime(monkeypatch):
+    """onnx's reference in Python, by which constants are folded, takes minutes for position embeddings."""
+    called = []
+    monkeypatch.setattr("onnx.reference.ops.op_resize.Resize._run", lambda *given, **how: called.append(how))
+    vit = timm.create_model("test_vit", num_classes=2, dynamic_img_size=True).eval()
+    images = torch.randn(2, 3, 192, 192)
+    torch.testing.assert_close(onnx_graph.static(vit, images)(images), vit(images), atol=1e-4, rtol=1e-4)
     assert not called
 
 

@@ -40,6 +40,7 @@ from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe
 from dwindle.train.state import STATE, Claim
 from dwindle.train.step import shard
+from shared.tally import SLOW
 
 # Processes are forked from one that has imported everything, and used nothing of it yet.
 fork = multiprocessing.get_context("forkserver")
@@ -55,6 +56,7 @@ METHODS = {
     "AViT": {"target_depth": 4, "gamma": 2.0, "beta": -1.0},
     "Static": {},
 }
+SEVERAL = METHODS if SLOW else ("AHT",)  # with whom several processes are tried; starting them takes seconds
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 
 
@@ -156,7 +158,7 @@ def alone(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("resident", [True, False])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SEVERAL)
 def test_two_processes_train_as_one(method, resident, alone, data, tmp_path):
     steps, out = alone(method, resident)
     assert steps[-1]["images"] == 7
@@ -165,7 +167,7 @@ def test_two_processes_train_as_one(method, resident, alone, data, tmp_path):
     same_weights(out, tmp_path / "two", **CLOSE)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SEVERAL)
 def test_sharded_weights_train_as_whole_ones(method, alone, data, tmp_path):
     steps, out = alone(method)
     for other in processes(2, train, small(method, batch=4, parallel="fsdp"), data, tmp_path / "two"):
@@ -380,7 +382,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("method", COMPILED)
+@pytest.mark.parametrize("method", COMPILED if SLOW else ("AHT", "ToMe"))
 def test_compiled_blocks_say_the_same_and_share_few_graphs(method, data, tmp_path):
     """As far as the graph of the gradients. Further steps, another seed and another budget need no new ones."""
     options, others = COMPILED[method]
@@ -393,7 +395,7 @@ def test_compiled_blocks_say_the_same_and_share_few_graphs(method, data, tmp_pat
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.skipif("DWINDLE_SLOW" not in os.environ, reason="takes minutes; set DWINDLE_SLOW=1")
+@pytest.mark.skipif(not SLOW, reason="takes minutes; set DWINDLE_SLOW=1")
 @pytest.mark.parametrize("method", METHODS)
 def test_machine_code_says_the_same(method, data, tmp_path):
     with _compiling("inductor"):
