@@ -12,7 +12,7 @@ import typer
 from ..core import processes as ranks
 from ..errors import DwindleError
 from ..experiments.compare import Compare
-from ..experiments.search import check_searchable, ranges
+from ..experiments.search import check_searchable, ranges, require_optuna
 from ..experiments.search import search as run_search
 from ..files import write_text
 from ..recipes import build, find_comparison, find_recipe
@@ -187,7 +187,7 @@ def search(
     """
     settings: Any = changed(build(find_recipe(recipe), data, preset=preset), set or [])
     check_searchable(settings, recipe)
-    logging.getLogger("optuna").setLevel(logging.WARNING)  # the table says what its log would
+    require_optuna().logging.set_verbosity(logging.WARNING)  # the table says what its log would
     place, rank = ranks.detach_from_torchrun(device_for(device))
     with progress_bar(rank == 0) as bar:
         task = bar.add_task("trials", total=trials)

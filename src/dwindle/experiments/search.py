@@ -70,7 +70,7 @@ def search(
     One process always draws the same settings. Of several the first ten trials are the same; a later one is drawn from
     the trials that are finished when it begins, and which these are depends on how long each takes.
     """
-    _require_optuna()
+    require_optuna()
     space, folder = dict(SPACE if space is None else space), Path(out)
     _check(recipe, space, trials, budget_weight)
     images = training_images(data, recipe.holdout)[0]  # without what the model will be evaluated on
@@ -127,11 +127,13 @@ def value(top1: float, cost: float, share: float, weight: float) -> float:
     return top1 - weight * max(0.0, 100 * (cost - share))
 
 
-def _require_optuna() -> None:
+def require_optuna() -> Any:
+    """Optuna, which only a search needs."""
     try:
-        import optuna  # noqa: F401
+        import optuna
     except ImportError as error:
         raise DwindleError('A search needs Optuna, which is missing here: pip install "dwindle[search]".') from error
+    return optuna
 
 
 def check_searchable(recipe: Training, name: str) -> None:
