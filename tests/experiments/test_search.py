@@ -194,15 +194,22 @@ def test_a_trial_of_a_killed_process_is_taken_by_another(shared):
     ours, (reads, writes) = shared(), os.pipe()
     child = os.fork()
     if not child:
-        with shared().next_trial(2) as trial:
-            os.write(writes, bytes([trial.number]))
-            time.sleep(60)
-    assert os.read(reads, 1) == b"\0"
-    with ours.next_trial(2) as trial:
-        assert trial.number == 1  # it does not take what the other is at
-        ours.finish(trial, 1.0, {})
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+        try:
+            with shared().next_trial(2) as trial:
+                os.write(writes, bytes([trial.number]))
+                time.sleep(60)
+        finally:
+            os._exit(1)  # and never go on as a second pytest
+    try:
+        os.close(writes)
+        assert os.read(reads, 1) == b"\0"
+        with ours.next_trial(2) as trial:
+            assert trial.number == 1  # it does not take what the other is at
+            ours.finish(trial, 1.0, {})
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reads)
     before = ours.trials[0].params
     with ours.next_trial(2) as trial:
         assert trial.number == 0 and trial.params == before
