@@ -544,7 +544,7 @@ def test_damaged_state(places, here):
     refused(run("train tiny_test --data {data} --out run {tiny} --resume", **places), "state.pt")
 
 
-def test_compare_report_and_search(places, here):
+def test_compare_report_and_search(places, here, monkeypatch):
     settings = "--set model=test_vit --set epochs=1 --set batch=4 --device cpu"
     line = f"compare tiny_compare --data {{data}} --out {{root}}/cmp --results {here}/results {settings}"
     first = run(line, **places).json
@@ -562,9 +562,16 @@ def test_compare_report_and_search(places, here):
     page = run("report {root}/cmp/AHT-0.70-s0 --against {root}/cmp/static-1.00-s0 --out page --device cpu", **places)
     assert Path(page.json["page"]).read_text().startswith("<!doctype html>") and page.json["images"] == 6
 
-    pytest.importorskip("optuna", reason="extra `search` is not installed")
-    found = run("search tiny_test --data {data} --out study --trials 2 --holdout 0.25 {tiny}", **places).json
+    optuna = pytest.importorskip("optuna", reason="extra `search` is not installed")
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    line = "search tiny_test --data {data} --out study --trials 2 --holdout 0.25 {tiny}"
+    found = run(line, **places).json
     assert len(found["trials"]) == 2 and found["settings"][0].startswith("method.lambda_p=")
+    assert optuna.logging.get_verbosity() == optuna.logging.WARNING
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    second = run(line, **places)  # as the second process of torchrun, which leaves it to the first to tell the result
+    assert (second.code, second.out) == (0, "")
 
 
 @pytest.mark.parametrize(

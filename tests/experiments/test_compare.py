@@ -408,5 +408,9 @@ def test_processes_share_the_work(data, tmp_path, trained):
 def test_a_process_of_torchrun_works_alone(monkeypatch):
     for name, value in {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(dwindle.DwindleError, match="process 2 on a machine with 1 GPUs"):
+        ranks.detach_from_torchrun("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert ranks.detach_from_torchrun("cuda") == ("cuda:1", 3) and ranks.started() == 1
     assert ranks.detach_from_torchrun("cpu") == ("cpu", 0)

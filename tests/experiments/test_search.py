@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import shutil
+import signal
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from PIL import Image
 from dwindle.errors import DwindleError
 from dwindle.experiments import search as search_module
 from dwindle.experiments.search import search, value
+from dwindle.experiments.study import JOURNAL, SharedStudy
 from dwindle.io.sets import training_images
 from dwindle.recipes.vision import tiny_test
 from dwindle.train.recipe import Recipe, changed
@@ -112,11 +117,118 @@ def test_a_killed_search_goes_on_to_the_same_result(optuna, data, tmp_path):
     torch.manual_seed(123)
     assert run("killed") == whole
     assert run("killed") == whole  # nothing left to do
-    study = optuna.load_study(study_name="dwindle", storage=f"sqlite:///{tmp_path / 'killed' / search_module.STUDY}")
-    begun = dict(study.user_attrs["given"])
-    del begun["cpu_amp"]  # as if begun before there was such a setting
-    study.set_user_attr("given", begun)
+    journal = tmp_path / "killed" / JOURNAL
+    given = journal.read_text()
+    assert given.count('"cpu_amp":false,') == 1
+    journal.write_text(given.replace('"cpu_amp":false,', ""))  # as if begun before there was such a setting
     assert run("killed") == whole
+
+
+class Killed(BaseException):
+    """What ends a search in the middle of a trial, as the end of its process would."""
+
+
+def test_processes_share_a_search_and_others_finish_it(optuna, data, tmp_path, monkeypatch):
+    """Each runs trials that no other is at, and waits for the last ones; the table is that of one process."""
+
+    def run(out, count, **options):
+        return search(small(), data, tmp_path / out, trials=count, holdout=0.25, device="cpu", **options)
+
+    def waits(seconds):
+        raise Killed
+
+    whole = run("whole", 3)
+    monkeypatch.setattr("dwindle.experiments.study.time.sleep", waits)
+    first, second, third = [], [], []
+
+    def third_is_killed(step, total, terms):
+        raise Killed
+
+    def others_work(step, total, terms):
+        if second:
+            return
+        with torch.random.fork_rng():
+            with pytest.raises(Killed):  # it has nothing left to do while this process is at trial 0
+                run("shared", 2, progress=second.append)
+            with pytest.raises(Killed):
+                run("shared", 3, progress=third.append, tick=third_is_killed)
+
+    assert run("shared", 3, progress=first.append, tick=others_work) == whole
+    assert [row["trial"] for row in first] == [0, 2] and [row["trial"] for row in second] == [1] and not third
+    assert json.loads((tmp_path / "shared" / "search.json").read_text()) == whole
+    assert not list((tmp_path / "shared").glob("*.made"))
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """A process's view of a study that others share, with a space in which nothing needs to be trained."""
+    pytest.importorskip("optuna", reason="extra `search` is not installed")
+    space = {"lr": (1e-4, 1e-1), "clip": (-1.0, 1.0)}
+    return lambda folder="s": SharedStudy(tmp_path / folder, space, {"lr": 0.01, "clip": 2}, 0, 0.01)
+
+
+def measured(trial):
+    return -((np.log10(trial.params["lr"]) + 2.5) ** 2) - trial.params["clip"] ** 2
+
+
+def test_many_processes_draw_what_one_draws_until_there_are_values_enough(shared):
+    one, many = shared("one"), [shared("many") for _ in range(4)]
+    for _ in range(12):
+        with one.next_trial(12) as trial:
+            one.finish(trial, measured(trial), {})
+    for _ in range(3):  # all four are at work at a time, and the last to begin finishes first
+        with contextlib.ExitStack() as at_work:
+            taken = [(each, at_work.enter_context(each.next_trial(12))) for each in many]
+            assert len({trial.number for _, trial in taken}) == 4
+            for each, trial in reversed(taken):
+                each.finish(trial, measured(trial), {})
+    drawn = [[trial.params for trial in study.trials] for study in (one, many[0])]
+    assert drawn[0][:10] == drawn[1][:10]
+    assert drawn[0][10:] != drawn[1][10:]  # these are drawn from eight values by the four, from ten by the one
+    with one.next_trial(12) as none, many[3].next_trial(12) as none_either:
+        assert none is none_either is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_trial_of_a_killed_process_is_taken_by_another(shared):
+    ours, (reads, writes) = shared(), os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            with shared().next_trial(2) as trial:
+                os.write(writes, bytes([trial.number]))
+                time.sleep(60)
+        finally:
+            os._exit(1)  # and never go on as a second pytest
+    try:
+        os.close(writes)
+        assert os.read(reads, 1) == b"\0"
+        with ours.next_trial(2) as trial:
+            assert trial.number == 1  # it does not take what the other is at
+            ours.finish(trial, 1.0, {})
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reads)
+    before = ours.trials[0].params
+    with ours.next_trial(2) as trial:
+        assert trial.number == 0 and trial.params == before
+        ours.finish(trial, None, {})
+    assert [trial.value for trial in ours.trials] == [None, 1.0]
+
+
+def test_half_a_line_of_a_power_failure_is_dropped(shared):
+    study = shared()
+    with study.next_trial(2) as trial:
+        study.finish(trial, 1.0, {})
+    journal = study.folder / JOURNAL
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + whole.splitlines()[-1][:20])
+    again = shared()
+    assert journal.read_bytes().startswith(whole) and all(map(json.loads, journal.read_text().splitlines()))
+    with again.next_trial(2) as trial:
+        again.finish(trial, 2.0, {})
+    assert [trial.value for trial in shared().trials] == [1.0, 2.0]
 
 
 def test_no_budget_counts_accuracy_alone_unless_one_is_given(optuna, data, tmp_path):
@@ -172,14 +284,14 @@ def test_search_refuses(optuna, data, tmp_path, monkeypatch):
         search(small(), data, out, device="cpu", budget=7)
     with pytest.raises(DwindleError, match=r"budget=7 \(now 0.5\)"):
         search(small(), data, out, device="cpu", budget=0.5)
-    (out / "study.db").write_text("no database" * 100)
-    with pytest.raises(DwindleError, match=r"study\.db cannot be read"):
+    (out / JOURNAL).write_text("no journal\n" * 100)
+    with pytest.raises(DwindleError, match=r"study\.jsonl cannot be read"):
         search(small(), data, out, device="cpu", budget=7)
     (tmp_path / "file").write_text("")
     with pytest.raises(DwindleError, match="is a file"):
         search(small(), data, tmp_path / "file", device="cpu")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(DwindleError, match="without torchrun"):
+    with pytest.raises(DwindleError, match="2 processes, and each runs trials alone"):
         search(small(), data, out, device="cpu")
 
 

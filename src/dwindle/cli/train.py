@@ -12,7 +12,7 @@ import typer
 from ..core import processes as ranks
 from ..errors import DwindleError
 from ..experiments.compare import Compare
-from ..experiments.search import check_searchable, ranges
+from ..experiments.search import check_searchable, ranges, require_optuna
 from ..experiments.search import search as run_search
 from ..files import write_text
 from ..recipes import build, find_comparison, find_recipe
@@ -181,11 +181,15 @@ def search(
     limit: Annotated[int | None, typer.Option(help="Only N images, drawn at random.")] = None,
     device: Device = None,
 ) -> None:
-    """Search lambda_p and lambda_t, or others, with Optuna, on held-out training images. A killed search goes on."""
+    """Search lambda_p and lambda_t, or others, with Optuna, on held-out training images. A killed search goes on.
+
+    Under torchrun each process runs other trials, on a GPU of its own.
+    """
     settings: Any = changed(build(find_recipe(recipe), data, preset=preset), set or [])
     check_searchable(settings, recipe)
-    logging.getLogger("optuna").setLevel(logging.WARNING)  # the table says what its log would
-    with progress_bar() as bar:
+    require_optuna().logging.set_verbosity(logging.WARNING)  # the table says what its log would
+    place, rank = ranks.detach_from_torchrun(device_for(device))
+    with progress_bar(rank == 0) as bar:
         task = bar.add_task("trials", total=trials)
         result = run_search(
             settings,
@@ -196,9 +200,11 @@ def search(
             budget=_number(budget),
             holdout=holdout,
             limit=limit,
-            device=device_for(device),
-            progress=lambda row: bar.advance(task),
+            device=place,
+            progress=lambda row: bar.update(task, completed=row["trial"] + 1),
         )
+    if rank:
+        return  # the first process prints the trials of all
     columns = ["trial", "value", "top1", "cost", "settings"]
     show_table(f"{recipe} on {data}", columns, [[row.get(c) for c in columns] for row in result["trials"]])
     finish(result)

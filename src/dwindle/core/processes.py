@@ -36,28 +36,33 @@ def join(device: str | None = None) -> str | None:
     """Form a group with the other processes of a `torchrun`, if there are any. Returns the device for this process."""
     if started() == 1:
         return device
-    local = int(os.environ.get("LOCAL_RANK", "0"))
     gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
-    if gpu and local >= torch.cuda.device_count():
+    place = torch.device("cuda", _own_gpu()) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(place)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None)
+    return str(place)
+
+
+def _own_gpu() -> int:
+    """The GPU of this process: as many processes as torchrun started on this machine have one each."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
         raise DwindleError(
             f"torchrun started process {local + 1} on a machine with {torch.cuda.device_count()} GPUs; "
             "start one process per GPU, or add --device cpu."
         )
-    if gpu:
-        torch.cuda.set_device(local)
-    if not dist.is_initialized():
-        device_id = torch.device("cuda", local) if gpu else None
-        dist.init_process_group("nccl" if gpu else "gloo", device_id=device_id)
-    return f"cuda:{local}" if gpu else "cpu"
+    return local
 
 
 def detach_from_torchrun(device: str) -> tuple[str, int]:
     """Leave the processes that `torchrun` started, so that this one works alone. Returns its device and its rank."""
-    rank, local = int(os.environ.get("RANK", "0")), os.environ.get("LOCAL_RANK", "0")
+    rank = int(os.environ.get("RANK", "0"))
     if started() > 1:
+        device = f"cuda:{_own_gpu()}" if device == "cuda" else device
         for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
-        device = f"cuda:{local}" if device == "cuda" else device
     return device, rank
 
 

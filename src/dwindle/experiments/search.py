@@ -1,7 +1,8 @@
 """Search for the settings of a recipe that give the best accuracy at a given cost, on held-out training images.
 
 AHT-ViT section 3.5 chooses its loss weights in this way by a grid; here Optuna's TPE sampler draws them. The test split
-is never opened. A killed search continues when it is started again with the same arguments.
+is never opened. A killed search continues when it is started again with the same arguments. Several processes with the
+same folder share the trials, one trial at a time each.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,21 +20,20 @@ from torch import Tensor
 from ..core import processes as ranks
 from ..core.cost import budget_share
 from ..errors import DwindleError
-from ..files import check_folder, write_text
+from ..files import write_text
 from ..io.datasets import Images, hold_out
 from ..io.datasets import limit as draw
-from ..io.draws import mix
 from ..io.sets import training_images
 from ..train.loop import Run
 from ..train.recipe import Recipe, Training, changed
-from ..train.state import STATE, defaults, differing
+from ..train.state import STATE, defaults
+from .study import SharedStudy, Space
 
 if TYPE_CHECKING:
     import optuna
 
-Space = Mapping[str, tuple[float, float]]
 SPACE: Space = {"method.lambda_p": (1e-4, 1e-1), "method.lambda_t": (1e-2, 2.0)}
-STUDY, RESULT = "study.db", "search.json"
+RESULT = "search.json"
 
 
 def search(
@@ -51,20 +51,26 @@ def search(
     seed: int = 0,
     progress: Callable[[dict[str, Any]], None] | None = None,
     tick: Callable[[int, int, dict[str, Tensor]], None] | None = None,
+    patience: float = 2.0,
 ) -> dict[str, Any]:
     """The best `settings` as `--set` takes them, their `value`, and the table of all `trials`; also in out/search.json.
 
-    trials: how many in all, those of an earlier start counted in. The first is the recipe as it stands, if it lies in
-        the space. Each is a run in out/trial-0000, -0001, ...; one whose loss diverges has no value.
+    trials: how many in all, those of an earlier start and of other processes counted in. The first is the recipe as it
+        stands, if it lies in the space. Each is a run in out/trial-0000, -0001, ...; one whose loss diverges has no
+        value.
     space: low and high of each setting, named as for --set, drawn log-uniformly, or uniformly from a range that is not
         above 0; by default lambda_p and lambda_t.
     holdout: share of the training images that is held out, class by class, and evaluated on.
     budget, budget_weight: a trial's value is its top-1, less `budget_weight` points for each percent of the static cost
         above the budget. None: the method's own budget; where it has none either, top-1 alone counts.
     limit: use that many of the training images, drawn at random.
-    progress: called with each trial's row of the table. tick: as in `Run.epochs`.
+    progress: called with the row of each trial that this process made. tick: as in `Run.epochs`.
+    patience: seconds between two checks whether other processes have finished their trials.
+
+    One process always draws the same settings. Of several the first ten trials are the same; a later one is drawn from
+    the trials that are finished when it begins, and which these are depends on how long each takes.
     """
-    optuna = _optuna()
+    require_optuna()
     space, folder = dict(SPACE if space is None else space), Path(out)
     _check(recipe, space, trials, budget_weight)
     images = training_images(data, recipe.holdout)[0]  # without what the model will be evaluated on
@@ -76,25 +82,31 @@ def search(
         "limit": limit,
         "search seed": seed,
     }
-    study = _study(folder, settings_given, recipe)
-    while sum(trial.state.is_finished() for trial in study.trials) < trials:
-        trial = _next_trial(study, recipe, space, seed)
-        settings = [f"{key}={trial.suggest_float(key, *space[key], log=space[key][0] > 0):.3g}" for key in space]
-        trial.set_user_attr("settings", settings)
-        run = _run(changed(recipe, settings), data, folder / f"trial-{trial.number:04d}", device, parts)
-        goal = getattr(run.model.method, "budget", None) if budget is None else budget
-        share = math.inf if goal is None else budget_share(goal, run.model.backbone.shape)
-        if _converges(run, tick):
-            result = run.history[-1]
-            cost = result["gmacs"] / result["gmacs_static"]
-            for name, number in (("top1", result["top1"]), ("gmacs", result["gmacs"]), ("cost", round(cost, 4))):
-                trial.set_user_attr(name, number)
-            study.tell(trial, value(result["top1"], cost, share, budget_weight))
-        else:
-            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+    study = SharedStudy(folder, space, _present(recipe, space), seed, patience)
+    study.agree(settings_given, defaults(recipe))
+    while True:
+        with study.next_trial(trials) as trial:
+            if trial is None:
+                return _result(study, folder)
+            settings = trial.user_attrs["settings"]
+            run = _run(changed(recipe, settings), data, folder / f"trial-{trial.number:04d}", device, parts)
+            study.finish(trial, *_measured(run, budget, budget_weight, tick))
         if progress:
             progress(_row(study.trials[trial.number]))
-    return _result(study, folder)
+
+
+def _measured(
+    run: Run, budget: float | str | None, weight: float, tick: Callable[[int, int, dict[str, Tensor]], None] | None
+) -> tuple[float | None, dict[str, Any]]:
+    """Train the run. Returns the trial's value, and what its row of the table says; None: the loss diverged."""
+    goal = getattr(run.model.method, "budget", None) if budget is None else budget
+    share = math.inf if goal is None else budget_share(goal, run.model.backbone.shape)
+    if not _converges(run, tick):
+        return None, {}
+    result = run.history[-1]
+    cost = result["gmacs"] / result["gmacs_static"]
+    about = {"top1": result["top1"], "gmacs": result["gmacs"], "cost": round(cost, 4)}
+    return value(result["top1"], cost, share, weight), about
 
 
 def ranges(given: Sequence[str]) -> Space:
@@ -115,7 +127,8 @@ def value(top1: float, cost: float, share: float, weight: float) -> float:
     return top1 - weight * max(0.0, 100 * (cost - share))
 
 
-def _optuna() -> Any:
+def require_optuna() -> Any:
+    """Optuna, which only a search needs."""
     try:
         import optuna
     except ImportError as error:
@@ -139,7 +152,10 @@ def _check(recipe: Recipe, space: Space, trials: int, weight: float) -> None:
             f"trials = {trials}, budget_weight = {weight}: expected at least one trial and no weight < 0."
         )
     if ranks.started() > 1:
-        raise DwindleError("A search runs its trials one after another in one process; start it without torchrun.")
+        raise DwindleError(
+            f"torchrun started {ranks.started()} processes, and each runs trials alone: call "
+            "dwindle.core.processes.detach_from_torchrun before search(), as the command dwindle search does."
+        )
     if not space:
         raise DwindleError(
             "The space of the search is empty; name a setting, such as method.lambda_p from 1e-4 to 0.1."
@@ -152,45 +168,10 @@ def _check(recipe: Recipe, space: Space, trials: int, weight: float) -> None:
         trial.make_method()
 
 
-def _study(folder: Path, given: dict[str, Any], recipe: Recipe) -> optuna.Study:
-    """The study in the folder, new or begun earlier with the same arguments (`given`).
-
-    Settings that did not exist then have the defaults of the recipe's class.
-    """
-    import optuna
-
-    check_folder(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / STUDY
-    try:
-        study = optuna.create_study(
-            storage=f"sqlite:///{path}", study_name="dwindle", direction="maximize", load_if_exists=True
-        )
-    except Exception as error:  # an error of sqlite, SQLAlchemy or Optuna, depending on the fault in the file
-        raise DwindleError(f"{path} cannot be read ({type(error).__name__}); choose another --out.") from error
-    old = study.user_attrs.get("given")
-    if old is None:
-        study.set_user_attr("given", json.loads(json.dumps(given)))
-    elif others := differing(defaults(recipe) | old, given):
-        raise DwindleError(f"{folder} holds a search with other settings: {others}; choose another --out.")
-    return study
-
-
-def _next_trial(study: optuna.Study, recipe: Recipe, space: Space, seed: int) -> optuna.Trial:
-    """The trial that a kill interrupted; else a new one. The first trial is the recipe itself if it is in the space."""
-    import optuna
-
-    number = len(study.trials)
-    # Each trial has its own seed, so that a resumed search draws the same settings as an uninterrupted one.
-    study.sampler = optuna.samplers.TPESampler(seed=mix(seed, number))
-    if running := study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
-        return optuna.Trial(study, running[0]._trial_id)
-    if not number:
-        method = recipe.make_method()
-        present = {k: getattr(method if "." in k else recipe, k.removeprefix("method."), None) for k in space}
-        if all(isinstance(now, float | int) and space[k][0] <= now <= space[k][1] for k, now in present.items()):
-            study.enqueue_trial(present)
-    return study.ask()
+def _present(recipe: Recipe, space: Space) -> dict[str, Any]:
+    """What the recipe has for the settings of the space."""
+    method = recipe.make_method()
+    return {key: getattr(method if "." in key else recipe, key.removeprefix("method."), None) for key in space}
 
 
 def _run(recipe: Recipe, data: str, out: Path, device: str | None, parts: tuple[Images, Images]) -> Run:
@@ -223,11 +204,11 @@ def _row(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
     return {"trial": trial.number, "value": None if trial.value is None else round(trial.value, 3)} | attributes
 
 
-def _result(study: optuna.Study, folder: Path) -> dict[str, Any]:
+def _result(study: SharedStudy, folder: Path) -> dict[str, Any]:
     """The best trial and the table of all trials, which are written to the folder too."""
     rows = [_row(trial) for trial in study.trials if trial.state.is_finished()]
     if all(row["value"] is None for row in rows):
         raise DwindleError(f"The loss diverged in all {len(rows)} trials; lower lr, or search a space of lower values.")
-    result = {**_row(study.best_trial), "trials": rows}
+    result = {**_row(study.study.best_trial), "trials": rows}
     write_text(folder / RESULT, json.dumps(result, indent=2) + "\n")
     return result
