@@ -91,6 +91,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(100_000, 20, 50)
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()  # else libraries that count their objects at the end report them as leaked
+
+
 def pytest_terminal_summary(terminalreporter) -> None:
     """Each attack of tests/attacks says how much it tried and what got through; teardown reports carry it."""
     reports = [
