@@ -33,7 +33,7 @@ def test_the_papers_figures(name, gmacs):
     assert static_macs(backbone_of(vit).shape) / 1e9 == pytest.approx(gmacs, rel=0.01)
 
 
-@pytest.mark.parametrize("backbone, method", cover(turn=4))
+@pytest.mark.parametrize("backbone, method", cover(turn=4, kinds_each=2))
 def test_what_was_executed(backbone, method):
     model = build(backbone, METHODS[method]()).requires_grad_(False)
     images = images_for(model, 3)

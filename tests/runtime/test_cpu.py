@@ -21,7 +21,7 @@ from shared.tiny import METHODS, build, cover, images_for
 
 graphs = pytest.mark.graphs
 # Each pair records two graphs, which takes seconds: the others with DWINDLE_SLOW=1.
-PAIRS = [("vit", "AHT_merge"), ("hf_dinov2", "AViT"), ("average", "ToMe"), ("distilled", "TopK_fused")]
+PAIRS = [("hf_dinov2", "AHT_merge"), ("average", "ToMe")]
 
 
 def same(ours, theirs, tolerance=1e-5):

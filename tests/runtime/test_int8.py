@@ -52,7 +52,7 @@ def test_rows_that_are_zero_or_not_numbers():
     assert (out[0] == 0).all() and out[1].isnan().all() and out[2].isfinite().all()
 
 
-@pytest.mark.parametrize("backbone, method", cover(turn=2))
+@pytest.mark.parametrize("backbone, method", cover(turn=2, kinds_each=2))
 @torch.no_grad()
 def test_first_law(backbone, method):
     """Lean is packed, and an image alone is the image in company. Masked is packed as far as int8 lets it: attention

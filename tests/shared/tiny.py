@@ -177,19 +177,22 @@ KINDS = (
 )
 
 
-def cover(methods: Iterable[str] = METHODS, turn: int = 0) -> list[tuple[str, str]]:
+def cover(methods: Iterable[str] = METHODS, turn: int = 0, kinds_each: int | None = None) -> list[tuple[str, str]]:
     """Pairs (backbone, method): every backbone with a method of every kind, and every method with some backbone; all
-    pairs under DWINDLE_SLOW=1. Tests with different turns meet different pairs."""
+    pairs under DWINDLE_SLOW=1. Tests with different turns meet different pairs.
+
+    kinds_each: of how many kinds each backbone meets a method, in a test of something else than the first law."""
     methods = list(methods)
     if SLOW:
         return list(product(BACKBONES, methods))
     kinds = [[name for name in kind if name in methods] for kind in KINDS]
     kinds += [[name] for name in methods if not any(name in kind for kind in kinds)]
+    kinds = [kind for kind in kinds if kind]
+    count = len(kinds) if kinds_each is None else kinds_each
     return [
         (backbone, kind[(place + turn) % len(kind)])
         for place, backbone in enumerate(BACKBONES)
-        for kind in kinds
-        if kind
+        for kind in (kinds[(place + turn + nth) % len(kinds)] for nth in range(count))
     ]
 
 
