@@ -34,7 +34,7 @@ from dwindle.errors import DwindleError
 from dwindle.evaluate.evaluate import evaluate
 from dwindle.io.resident import _compiled_augment
 from dwindle.methods.attended import moments
-from dwindle.recipes.vision import tiny_test
+from dwindle.recipes.vision import ada_tiny_test, tiny_test
 from dwindle.tasks.classify import Classify
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe
@@ -179,6 +179,19 @@ def test_micro_batches_add_up(world, alone, data, tmp_path):
     steps, out = alone("Static")
     same(steps, processes(world, train, small("Static", batch=8 // world, accumulate=2), data, tmp_path / "parts")[0])
     same_weights(out, tmp_path / "parts", **CLOSE)
+
+
+@pytest.mark.parametrize("mask, readouts", [("blocks", "shared"), ("open", "own")])
+def test_two_processes_train_an_adaperceiver_as_one(mask, readouts, data, tmp_path):
+    """Through its three stages, whose graphs and optimisers differ; widths are drawn for the joint batch."""
+    options = {"mask": mask, "readouts": readouts}  # of read-outs of their own the first stage trains but one
+    given = {"method_options": options, "image_size": 32, "augment": None, "erase": 0.0, "resident": True}
+    recipe = dataclasses.replace(ada_tiny_test(), ema=0.9, global_batch=8, **given)
+    steps = train(recipe, data, tmp_path / "one")
+    assert [row["stage"] for row in steps[-3:]] == [1.0, 2.0, 3.0] and steps[-1]["images"] == 7
+    for other in processes(2, train, dataclasses.replace(recipe, accumulate=2), data, tmp_path / "two"):
+        same(steps, other)
+    same_weights(tmp_path / "one", tmp_path / "two", **CLOSE)
 
 
 def _standardised() -> list[float]:

@@ -59,6 +59,22 @@ def test_soap_begins_as_adamw_and_preconditions_from_its_step_on():
     assert torch.equal(rare[8], late[8]) and not torch.equal(rare[-1], late[-1])  # renewed at steps 9 and 12
 
 
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_a_run_with_soap_goes_on(data, tmp_path, epoch):
+    """Before its preconditioners begin, and after."""
+    pytest.importorskip("pytorch_optimizer", reason="the extra soap is not installed")
+    given = ("optimizer=soap", "precondition_from=5", "precondition_every=2", "batch=6", "stages=(0,0,1)", "ema=0.9")
+    whole = run(data, tmp_path / "whole", *given)
+    list(whole.epochs())
+    parts = run(data, tmp_path / "parts", *given)
+    for _ in zip(range(epoch), parts.epochs()):
+        pass
+    again = run(data, tmp_path / "parts", *given, resume=True)
+    list(again.epochs())
+    for one, two in zip(whole.model.parameters(), again.model.parameters()):
+        assert torch.equal(one, two)
+
+
 def test_nadamw_by_hand():
     gradient = torch.full((1, 1), 2.0)
     (seen,) = stepped(lambda groups: nadamw(groups, 0.1), [gradient], torch.ones(1, 1), 0.1)

@@ -178,7 +178,6 @@ class AdaLearner(Learner):
                 self.model.load_state_dict(run.average.module.state_dict())
             run.optimizer = self.optimizer()
         if ranks.is_distributed():  # DDP keeps the graph of its first step, and each stage has another
-            run.learn.forget()
             run.learn = Step(self)
 
     def rate(self, step: int, group: dict[str, Any]) -> float:
