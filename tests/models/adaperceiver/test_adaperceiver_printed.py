@@ -184,6 +184,7 @@ def test_a_timm_model_teaches(data, weights, tmp_path, task):
     x, y = next(iter(work.task.batches(train=True)))
     inputs = work.learner.inputs(x.clone(), y, 0, 0)
     assert not torch.equal(inputs["x"], x)
+    assert work.task.preprocess.mean == tuple(timm.get_pretrained_cfg("test_vit").mean)
     torch.testing.assert_close(
         work.learner.teacher.ask(inputs["x"])["logits" if task == "classify" else "states"], inputs["teacher_answers"]
     )

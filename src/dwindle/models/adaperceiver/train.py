@@ -6,7 +6,6 @@ B images, G granularities, L blocks, S answers to one image (G or L of them).
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +55,9 @@ class AdaLearner(Learner):
         teacher_model = self._loaded_teacher()
         self.model = self._build(teacher_model)
         self.model.attention = recipe.attention
-        task.fit(_prepared(self.model.image, teacher_model, recipe.weights))
+        # A teacher sees the images of its student, so that these are normalised as it takes them.
+        own = preprocess_of(teacher_model) if self.teacher else _stored(recipe.weights) or Preprocess()
+        task.fit(Preprocess(size=self.model.image, mean=own.mean, std=own.std))
         if recipe.weights is not None:
             images, reinit = task.some(128, 32), recipe.reinit_from is not None
             begin_from(self.model, recipe.weights, images, recipe.freeze_backbone, reinit, task.head_fits)
@@ -96,7 +97,13 @@ class AdaLearner(Learner):
                 raise DwindleError(f"teacher = {named}: {error}") from error
         if features:
             return adapt(timm_vit(named, file or "pretrained"), Static())
-        return foreign(named, file, Preprocess(), self.task.outputs)
+        import timm
+
+        own: Any = timm.get_pretrained_cfg(named)
+        images = _stored(self.recipe.weights) or Preprocess(mean=tuple(own.mean), std=tuple(own.std))
+        model = foreign(named, file, images, self.task.outputs)
+        model.extra = {"preprocess": images.to_dict()}  # type: ignore[assignment]
+        return model
 
     def _build(self, teacher_model: Any) -> AdaPerceiver:
         """The network to train. teacher_model: the teacher as it was loaded."""
@@ -327,17 +334,10 @@ class AdaLearner(Learner):
         return answers
 
 
-def _prepared(size: int, teacher: Any, weights: str | None) -> Preprocess:
-    """How images are prepared: with the mean and deviation of the teacher's, else of the weights to begin from."""
-    own = Preprocess(size=size)
-    if teacher is not None and not isinstance(teacher, Foreign):  # that one normalises for itself
-        other = preprocess_of(teacher)
-    elif weights is not None:
-        kept = read_config(find(weights)).get("extra", {}).get("preprocess")
-        other = Preprocess.from_dict(kept) if kept else own
-    else:
-        return own
-    return dataclasses.replace(own, mean=other.mean, std=other.std)
+def _stored(weights: str | None) -> Preprocess | None:
+    """How the weights to begin from take their images, if they say so."""
+    kept = None if weights is None else read_config(find(weights)).get("extra", {}).get("preprocess")
+    return Preprocess.from_dict(kept) if kept else None
 
 
 def _freeze(model: AdaPerceiver, reinit_from: dict[int, int] | None) -> None:
