@@ -40,6 +40,7 @@ from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe
 from dwindle.train.state import STATE, Claim
 from dwindle.train.step import shard
+from shared.scenes import write_scenes
 
 # Processes are forked from one that has imported everything, and used nothing of it yet.
 fork = multiprocessing.get_context("forkserver")
@@ -192,6 +193,16 @@ def test_two_processes_train_an_adaperceiver_as_one(mask, readouts, data, tmp_pa
     for other in processes(2, train, dataclasses.replace(recipe, accumulate=2), data, tmp_path / "two"):
         same(steps, other)
     same_weights(tmp_path / "one", tmp_path / "two", **CLOSE)
+
+
+def test_two_processes_train_and_measure_maps_as_one(tmp_path):
+    scenes = str(write_scenes(tmp_path / "scenes", 8, 5))
+    given = {"task": "depth", "stages": (1.0, 0.0, 0.0), "method_options": {"classes": 16}}
+    recipe = dataclasses.replace(ada_tiny_test(), global_batch=4, epochs=1, **given)
+    ones = train(recipe, scenes, tmp_path / "one")
+    assert ones[-1]["images"] == 5 and ones[-1]["rmse"] > 0
+    for other in processes(2, train, recipe, scenes, tmp_path / "two"):
+        assert other[-1] == pytest.approx(ones[-1], rel=1e-3)
 
 
 def _standardised() -> list[float]:
