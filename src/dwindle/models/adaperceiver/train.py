@@ -318,7 +318,7 @@ class AdaLearner(Learner):
         model.train(training)
         found, counts = zip(*ranks.gathered((sums, images)))
         images = sum(counts)
-        totals = ({name: sum(part[i][name] for part in found) for name in found[0][i]} for i in range(2))
+        totals = ({name: sum(part[i].get(name, 0.0) for part in found) for name in found[0][i]} for i in range(2))
         most, fewest = (self.task.summary(total, images) for total in totals)
         fewest = {f"{name}_fewest_tokens": value for name, value in fewest.items()}
         return most | fewest | {"gmacs": round(model.static_macs() / 1e9, 4), "images": images}
