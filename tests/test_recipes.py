@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
@@ -16,6 +17,7 @@ from dwindle.experiments.search import ranges
 from dwindle.recipes import build, data_set, find_comparison, find_recipe, papers, tables
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe, changed
+from shared.scenes import write_scenes
 
 # The same at a size that two steps on a CPU take a moment for: twelve blocks, as the papers' models have.
 SMALL = ["model=vit_tiny_patch16_224", "image_size=32", "workers=0", "global_batch=4", "epochs=1", "warmup_epochs=0"]
@@ -38,6 +40,11 @@ def data(tmp_path_factory) -> str:
     return str(root)
 
 
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory) -> str:
+    return str(write_scenes(tmp_path_factory.mktemp("scenes"), train=8, val=2))
+
+
 def two_steps(recipe: Recipe, data: str, out) -> Run:
     run = Run(recipe, data, out, device="cpu")
     assert (run.task.batch, run.steps_per_epoch) == (4, 2)
@@ -57,6 +64,58 @@ def test_two_steps(name, preset, data, tmp_path):
     small = dataclasses.replace(changed(recipe, SMALL), weights=None, teacher=None)  # a new head has nothing to teach
     run = two_steps(small, data, tmp_path / "run")
     assert run.optimizer.param_groups[0]["peak"] in (recipe.lr / 256, recipe.method_lr / 256)  # 4 images for 1,024
+
+
+# AdaPerceiver's tables: batch, epochs or steps, rate, decay, averaging, warm-up, SOAP's first step and frequency.
+PERCEIVER = {
+    "ada_logits": (4096, 135, 1e-3, 0.003, (0.999, 0.999, 0.9998), 3000, 500, 100),
+    "ada_features": (4096, 20, 5e-4, 0.003, 0.9995, 3000, 500, 30),
+    "ada_imagenet": (1024, 70, 5e-4, 0.003, 0.9995, 500, 250, 30),
+    "ada_segment": (16, 50_530, 5e-4, 0.1, 0.9995, 1500, 500, 30),
+    "ada_depth": (16, 47_584, 1e-4, 0.1, 0.9995, 1500, None, None),
+}
+TINY = ["model=tiny", "method.patch=8", "image_size=32", "workers=0", "global_batch=4", "epochs=1"]
+
+
+@pytest.mark.parametrize("name", PERCEIVER)
+def test_a_table_of_adaperceiver_is_as_printed(name):
+    recipe = build(find_recipe(name))
+    soap = recipe.optimizer == "soap"
+    assert PERCEIVER[name] == (
+        *(recipe.global_batch, recipe.steps or recipe.epochs, recipe.lr, recipe.weight_decay),
+        *(recipe.stage_ema or recipe.ema, recipe.warmup_steps),
+        *((recipe.precondition_from, recipe.precondition_every) if soap else (None, None)),
+    )
+    assert recipe.clip == 3 and recipe.lr_batch == recipe.global_batch and recipe.model == "paper"
+    if name == "ada_logits":
+        assert recipe.ends(recipe.epochs) == [50, 115, 135] and recipe.lr * recipe.stage_lr[2] == 5e-4
+    if recipe.steps:
+        assert (recipe.schedule, recipe.poly_power, recipe.min_lr) == ("poly", 1.0, 1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["as printed", "adamw"])
+@pytest.mark.parametrize("name", PERCEIVER)
+def test_two_steps_of_a_table_of_adaperceiver(name, optimizer, data, scenes, tmp_path):
+    recipe = build(find_recipe(name))
+    settings = [*TINY, *(["steps=2"] if recipe.steps else [])]
+    if optimizer == "adamw":
+        settings.append("optimizer=adamw")
+    elif recipe.optimizer == "soap":
+        pytest.importorskip("pytorch_optimizer", reason="the extra soap is not installed")
+    if recipe.teacher:
+        vit = timm.create_model("test_vit", num_classes=2, img_size=32)
+        settings.append(f"teacher={dwindle.save(dwindle.adapt(vit, dwindle.Static()), tmp_path / 'teacher')}")
+    if recipe.freeze_backbone or name == "ada_features":
+        outputs = {} if name in ("ada_features", "ada_imagenet") else {"outputs": "dense", "head": "mlp"}
+        begun = dwindle.AdaPerceiver.preset("tiny", **outputs)
+        settings.append(f"weights={dwindle.save(begun, tmp_path / 'begun')}")
+    run = two_steps(changed(recipe, settings), scenes if recipe.steps else data, tmp_path / "run")
+    kind = "adamw" if optimizer == "adamw" else recipe.optimizer
+    assert type(run.optimizer).__name__ == {"adamw": "AdamW", "nadamw": "NAdam", "soap": "StartedSOAP"}[kind]
+    assert run.average.decay == (recipe.stage_ema or (recipe.ema,))[0]
+    assert run.model.classes == {"ada_depth": 256, "ada_segment": 3, "ada_features": 64}.get(name, 2)
+    assert run.model.outputs == ("class" if name in ("ada_logits", "ada_imagenet") else "dense")
+    assert {p.requires_grad for p in run.model.blocks.parameters()} == {not recipe.freeze_backbone}
 
 
 def test_the_conditions_are_those_printed():

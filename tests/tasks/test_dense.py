@@ -130,6 +130,9 @@ def test_features_are_learnt_without_labels(shapes, tmp_path):
     work = run(data, tmp_path / "run", "task=features", "teacher=static", "method.r=8", "lr=0.0003", "epochs=8")
     before, numbers = work.evaluate(), list(work.epochs())[-1]
     assert before["cosine"] < numbers["cosine"] <= 1
+    mixed = run(data, tmp_path / "mixed", "task=features", "teacher=static", "method.r=8", "mixup=1.0")
+    (row,) = mixed.epochs()
+    assert mixed.task.mixup is not None and 0 < row["total"] < 10
     loaded = dwindle.load(tmp_path / "run")
     assert loaded.extra["task"] == {"name": "features", "answers": "features"} and loaded.dense_head is None
 

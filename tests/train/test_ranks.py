@@ -34,12 +34,13 @@ from dwindle.errors import DwindleError
 from dwindle.evaluate.evaluate import evaluate
 from dwindle.io.resident import _compiled_augment
 from dwindle.methods.attended import moments
-from dwindle.recipes.vision import tiny_test
+from dwindle.recipes.vision import ada_tiny_test, tiny_test
 from dwindle.tasks.classify import Classify
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe
 from dwindle.train.state import STATE, Claim
 from dwindle.train.step import shard
+from shared.scenes import write_scenes
 from shared.tally import SLOW
 
 # Processes are forked from one that has imported everything, and used nothing of it yet.
@@ -181,6 +182,29 @@ def test_micro_batches_add_up(world, alone, data, tmp_path):
     steps, out = alone("Static")
     same(steps, processes(world, train, small("Static", batch=8 // world, accumulate=2), data, tmp_path / "parts")[0])
     same_weights(out, tmp_path / "parts", **CLOSE)
+
+
+@pytest.mark.parametrize("mask, readouts", [("blocks", "shared"), ("open", "own")])
+def test_two_processes_train_an_adaperceiver_as_one(mask, readouts, data, tmp_path):
+    """Through its three stages, whose graphs and optimisers differ; widths are drawn for the joint batch."""
+    options = {"mask": mask, "readouts": readouts}  # of read-outs of their own the first stage trains but one
+    given = {"method_options": options, "image_size": 32, "augment": None, "erase": 0.0, "resident": True}
+    recipe = dataclasses.replace(ada_tiny_test(), ema=0.9, global_batch=8, **given)
+    steps = train(recipe, data, tmp_path / "one")
+    assert [row["stage"] for row in steps[-3:]] == [1.0, 2.0, 3.0] and steps[-1]["images"] == 7
+    for other in processes(2, train, dataclasses.replace(recipe, accumulate=2), data, tmp_path / "two"):
+        same(steps, other)
+    same_weights(tmp_path / "one", tmp_path / "two", **CLOSE)
+
+
+def test_two_processes_train_and_measure_maps_as_one(tmp_path):
+    scenes = str(write_scenes(tmp_path / "scenes", 8, 5))
+    given = {"task": "depth", "stages": (1.0, 0.0, 0.0), "method_options": {"classes": 16}}
+    recipe = dataclasses.replace(ada_tiny_test(), global_batch=4, epochs=1, **given)
+    ones = train(recipe, scenes, tmp_path / "one")
+    assert ones[-1]["images"] == 5 and ones[-1]["rmse"] > 0
+    for other in processes(2, train, recipe, scenes, tmp_path / "two"):
+        assert other[-1] == pytest.approx(ones[-1], rel=1e-3)
 
 
 def _standardised() -> list[float]:

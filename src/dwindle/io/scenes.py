@@ -51,6 +51,7 @@ class Scenes(Images):
         super().__init__(folder, partial(_image, found), np.zeros(len(found)), split=split)
         self.num_classes, self.train = 1, False
         self.known: int | None = None  # how many classes a mask may have
+        self.farthest: float | None = None  # the largest depth in metres that a model can tell
         self.preprocess = Preprocess()
         self.transform = _unchanged  # `__getitem__` resizes an image with its target
         listed = Path(folder) / "classes.txt"
@@ -89,7 +90,13 @@ class Scenes(Images):
         if values.ndim != 2:
             raise DwindleError(f"{path} has several channels, and a target one number a pixel; convert it.")
         if self.task == "depth":
-            return values.astype(np.float32) / 1000
+            depths = values.astype(np.float32) / 1000
+            if self.farthest is not None and float(depths.max(initial=0)) > self.farthest:
+                raise DwindleError(
+                    f"{path} has a depth of {float(depths.max()):.1f} m, and bins end at {self.farthest:g} m; give "
+                    "method.classes=1, which has no bins."
+                )
+            return depths
         values = values.astype(np.int64)
         if self.shift:  # ADE20K: 0 is "other", which does not count
             values = np.where(values == 0, IGNORED, values - 1)

@@ -185,26 +185,6 @@ def _ada_comparison(base: AdaRecipe) -> AdaComparison:
     )
 
 
-def ada_segment() -> Recipe:
-    """Segmentation by the write head of a trained AdaPerceiver (folder ADA); D.3. Depth (D.4): --set task=depth.
-
-    dwindle train ada_segment --data DATA/ade20k --out runs/ada_segment --set weights=ADA --set freeze_backbone=true \\
-        --set "method.tokens=(32,64,96)" --set method.mask=open
-
-    Only the token loss, on images cropped and flipped together with their targets.
-    """
-    return AdaRecipe(
-        task="segmentation",
-        stages=(1.0, 0.0, 0.0),
-        epochs=40,
-        batch=16,
-        lr=5e-4,
-        weight_decay=0.1,
-        clip=3.0,
-        ema=0.9995,
-    )
-
-
 def ada_tiny_test() -> Recipe:
     """A few seconds on a CPU, on any folder of images: does AdaPerceiver train here?
 

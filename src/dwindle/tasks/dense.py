@@ -28,15 +28,55 @@ def maps(answers: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Tenso
     return F.interpolate(flat, size=size, mode="bilinear").unflatten(0, square.shape[:-3])
 
 
+NEAREST, FARTHEST = 1e-3, 10.0  # metres: the first bin of depths and the last, as NYUv2's are
+ALIKE = 0.85  # share of the squared mean error that is forgiven: a scale that is wrong alike everywhere
+EDGES, SCALES = 0.5, (1, 2, 4, 8)  # weight of the gradient loss, and the steps in pixels of its four scales
+
+
 def metres(numbers: Tensor) -> Tensor:
     """Depths in metres, above 0, of a network's outputs."""
     return F.softplus(numbers) + 1e-3
 
 
-def _maps_like(targets: Tensor, answers: Tensor) -> Tensor:
-    """Answers of the patches of square images as maps of the targets' size (..., K, H, W)."""
+def of_bins(scores: Tensor) -> Tensor:
+    """Depths in metres (..., 1) of scores (..., K) of K equally wide bins: the mean over bins, each weighted by
+    ReLU(score) + 0.1, as DINOv2's heads for depth read it out (AdaPerceiver, D.4, has 256 bins)."""
+    bins = torch.linspace(NEAREST, FARTHEST, scores.shape[-1], device=scores.device)
+    weights = scores.float().relu() + 0.1
+    return (weights * bins).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)
+
+
+def depths(answers: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Tensor:
+    """Depths in metres (..., height, width) of answers of patches (..., P, K): one number each, or scores of bins, of
+    which the mean is taken before it is interpolated, as maps of all bins would not fit in memory."""
+    if answers.shape[-1] == 1:
+        return metres(maps(answers, grid, size)).squeeze(-3)
+    return maps(of_bins(answers), grid, size).squeeze(-3)
+
+
+def scale_loss(error: Tensor, known: Tensor) -> Tensor:
+    """(...) scale-invariant losses (SigLoss; Eigen et al., 2014) of log errors (..., H, W), where `known`."""
+    error, count = error * known, known.sum((-2, -1)).clamp_min(1)
+    square, mean = (error**2).sum((-2, -1)) / count, error.sum((-2, -1)) / count
+    return (square - ALIKE * mean**2).clamp(min=1e-8).sqrt()
+
+
+def gradient_loss(error: Tensor, known: Tensor) -> Tensor:
+    """(...) gradient losses (Li and Snavely, 2018) of log errors (..., H, W): how much the error differs between
+    neighbours of which both are known, on each scale as a mean over the known pixels, summed over scales."""
+    total = error.new_zeros(error.shape[:-2])
+    for step in SCALES:
+        part, there = error[..., ::step, ::step], known[..., ::step, ::step]
+        down = ((part[..., 1:, :] - part[..., :-1, :]).abs() * there[..., 1:, :] * there[..., :-1, :]).sum((-2, -1))
+        right = ((part[..., 1:] - part[..., :-1]).abs() * there[..., 1:] * there[..., :-1]).sum((-2, -1))
+        total = total + (down + right) / there.sum((-2, -1)).clamp_min(1)
+    return total
+
+
+def _as_targets(targets: Tensor, answers: Tensor) -> tuple[Tensor, tuple[int, int], tuple[int, int]]:
+    """What `maps` and `depths` take, for maps of the targets' size of the patches of square images."""
     side = isqrt(answers.shape[-2])
-    return maps(answers, (side, side), (targets.shape[-2], targets.shape[-1]))
+    return answers, (side, side), (targets.shape[-2], targets.shape[-1])
 
 
 class Dense(ImageTask):
@@ -93,7 +133,7 @@ class Segmentation(Dense, name="segmentation"):
 
     def loss(self, answers: Tensor, targets: Tensor) -> Tensor:
         """The mean over the pixels that are not ignored; 0 where all are."""
-        logits = _maps_like(targets, answers)
+        logits = maps(*_as_targets(targets, answers))
         lead = logits.shape[:-3]  # (..., B)
         classes = targets.expand(*lead, *targets.shape[-2:]).flatten(0, len(lead) - 1)
         losses = F.cross_entropy(logits.flatten(0, -4), classes, ignore_index=IGNORED, reduction="none")
@@ -103,7 +143,7 @@ class Segmentation(Dense, name="segmentation"):
     @staticmethod
     def measure(answers: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """The confusion matrix of each image: (B, K, K) pixels by their class and the predicted class."""
-        predicted, classes = _maps_like(targets, answers).argmax(-3), answers.shape[-1]
+        predicted, classes = maps(*_as_targets(targets, answers)).argmax(-3), answers.shape[-1]
         known = targets != IGNORED
         cells = torch.where(known, targets * classes + predicted, classes**2).flatten(1)
         counts = torch.zeros(len(cells), classes**2 + 1, dtype=torch.float64, device=cells.device)
@@ -121,25 +161,27 @@ class Segmentation(Dense, name="segmentation"):
 
 
 class Depth(Dense, name="depth"):
-    """The depth of each pixel in metres. The loss is a log error; the metric is RMSE."""
+    """The depth of each pixel in metres. The loss is a log error and its gradient; the metric is RMSE."""
 
     shown = ("total", "cost", "rmse", "gmacs")
     outputs = 1  # type: ignore[assignment]
 
+    def _open(self) -> None:
+        super()._open()
+        if self.recipe.method_options.get("classes", 1) > 1:
+            self.train_images.farthest = FARTHEST
+
     def loss(self, answers: Tensor, targets: Tensor) -> Tensor:
-        """The scale-invariant log error, which subtracts 0.85 of the squared mean error (AdaPerceiver, D.4)."""
+        """SigLoss and half the gradient loss, as DINOv2's heads for depth are trained (AdaPerceiver, D.4)."""
         known = (targets > 0).to(answers.dtype)
-        depths = metres(_maps_like(targets, answers)[..., 0, :, :])
-        error = (depths.log() - targets.clamp_min(1e-9).log()) * known
-        count = known.sum((-2, -1)).clamp_min(1)
-        square, mean = (error**2).sum((-2, -1)) / count, error.sum((-2, -1)) / count
-        return (square - 0.85 * mean**2).clamp(min=1e-8).sqrt()
+        error = depths(*_as_targets(targets, answers)).log() - targets.clamp_min(1e-9).log()
+        return scale_loss(error, known) + EDGES * gradient_loss(error, known)
 
     @staticmethod
     def measure(answers: Tensor, targets: Tensor) -> dict[str, Tensor]:
         known = targets > 0
-        depths = metres(_maps_like(targets, answers)[:, 0])
-        square = torch.where(known, (depths - targets).double() ** 2, 0.0)
+        told = depths(*_as_targets(targets, answers))
+        square = torch.where(known, (told - targets).double() ** 2, 0.0)
         return {"square": square.sum((1, 2)), "pixels": known.sum((1, 2)).double()}
 
     @staticmethod

@@ -23,7 +23,7 @@ class Features(ImageTask, name="features"):
 
     answers = "features"
     distils = needs_teacher = True
-    unused = ("mixup", "cutmix", "mix_prob", "smoothing", "label_weight", "distill", "teacher_temperature")
+    unused = ("smoothing", "label_weight", "distill", "teacher_temperature")
     shown = ("total", "cost", "cosine", "gmacs")
 
     def _open(self) -> None:

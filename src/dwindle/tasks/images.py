@@ -124,7 +124,7 @@ class ImageTask(Task):
                 f"{count} training images are too few for {ranks.world()} processes; give at least {least}."
             )
         self.steps_per_epoch = count // (self.batch * ranks.world())
-        self.steps = recipe.epochs * self.steps_per_epoch
+        self.steps = recipe.steps or recipe.epochs * self.steps_per_epoch
         self.eval_every, self.save_every = recipe.eval_every, recipe.save_every
 
     def _decoded(self) -> dict[str, Resident] | None:
@@ -210,7 +210,7 @@ class ImageTask(Task):
         """Batches of `count` augmented training images in all; a small data set is passed over several times."""
         draw = 0
         while count > 0:
-            for x, _ in self.batches(train=True, epoch=self.recipe.epochs + draw, alike=True):
+            for x, _ in self.batches(train=True, epoch=self.epochs + draw, alike=True):
                 yield x[:count].to(self.device)
                 count -= len(x)
                 if count <= 0:

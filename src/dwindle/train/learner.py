@@ -63,6 +63,11 @@ class Learner:
             self.teacher.compiled = True
 
     # While training.
+    def averaging(self) -> float:
+        """The decay of the averaged weights in the present epoch; 0: they are not averaged."""
+        decay: float = self.recipe.ema
+        return decay
+
     def rate(self, step: int, group: dict[str, Any]) -> float:
         """The learning rate of a parameter group at a step."""
         raise NotImplementedError

@@ -86,15 +86,14 @@ class Run:
             self._restore()
 
     def _average(self) -> Any:
-        if not self.recipe.ema:
+        decay = self.learner.averaging()
+        if not decay:
             return None
         if self.sharded:
-            raise DwindleError(
-                f"ema = {self.recipe.ema} cannot be kept of sharded weights; set ema=0, or parallel=ddp."
-            )
+            raise DwindleError(f"ema = {decay} cannot be kept of sharded weights; set ema=0, or parallel=ddp.")
         from timm.utils import ModelEmaV3
 
-        return ModelEmaV3(self.model, decay=self.recipe.ema, use_warmup=True)
+        return ModelEmaV3(self.model, decay=decay, use_warmup=True)
 
     @property
     def best_model(self) -> Any:
@@ -147,6 +146,8 @@ class Run:
     def _train_epoch(self, tick: Tick | None) -> dict[str, float]:
         learner, task, since = self.learner, self.task, self.step
         learner.begin_epoch(self)
+        if self.average:
+            self.average.decay = learner.averaging()
         self.model.train()
         if learner.teacher is not None:
             learner.teacher.computed = 0
@@ -159,6 +160,8 @@ class Run:
                 sums[name] = sums.get(name, torch.zeros_like(value)) + value
             if tick:
                 tick(self.step, task.steps, terms)
+            if self.step == task.steps:
+                break
         learner.begin_step(self.step / task.steps)
         means = {name: float(value) / (self.step - since) for name, value in sums.items()}
         self.seconds_per_epoch = time.perf_counter() - begin

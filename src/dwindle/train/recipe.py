@@ -79,6 +79,7 @@ class Recipe(Training):
     heads: Whole1 | None = None  # only the model's first so many heads, and the channels of these; None: all
 
     epochs: Whole1 = 50
+    steps: Whole0 = 0  # of the whole run, in place of `epochs`; the last epoch may be incomplete; 0: `epochs`
     global_batch: Batch | Literal[0] = 0  # images of a step over all processes, in place of `batch` of each; 0: `batch`
     lr_batch: Batch | Literal[0] = 0  # lr is meant for this batch over all processes, and scaled to another; 0: never
     keep_method: bool = False  # start from the method's weights in the checkpoint `weights`, not from new ones

@@ -10,6 +10,11 @@ def ramp(at: int, steps: int, low: float, high: float) -> float:
     return low + at * (high - low) / steps
 
 
+def poly(at: int, steps: int, high: float, low: float, power: float = 1.0) -> float:
+    """A power of the share of the steps that is left: `high` at step 0, `low` from `steps` on; 1: a straight line."""
+    return low + (high - low) * (1 - min(at / max(steps, 1), 1.0)) ** power
+
+
 def cosine(at: int, steps: int, high: float, low: float) -> float:
     """Half a cosine: `high` at step 0, `low` from `steps` on."""
     return low + (high - low) * (1 + math.cos(math.pi * min(at / max(steps, 1), 1.0))) / 2

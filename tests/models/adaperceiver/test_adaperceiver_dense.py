@@ -12,7 +12,7 @@ from dwindle.io.scenes import IGNORED, Scenes
 from dwindle.models.adaperceiver.dense import predict
 from dwindle.models.adaperceiver.figures import class_name
 from dwindle.models.adaperceiver.recipe import AdaRecipe
-from dwindle.tasks.dense import Depth, Segmentation, maps, metres
+from dwindle.tasks.dense import Depth, Segmentation, gradient_loss, maps, metres, of_bins, scale_loss
 from dwindle.train.loop import Run
 from dwindle.train.recipe import changed
 from shared.command import refused
@@ -168,9 +168,65 @@ def test_losses_are_means_over_what_counts():
     far = torch.rand(3, 8, 8, generator=draw) * 5
     far[0, :3], far[2] = 0, 0
     losses = Depth.loss(None, answers[..., :1], far)
-    error = (metres(seen[0, 0]).log() - far[0].log())[far[0] > 0]
-    assert float(losses[1, 0]) == pytest.approx(float(((error**2).mean() - 0.85 * error.mean() ** 2).sqrt()), rel=1e-5)
+    error, known = metres(seen[0, 0]).log() - far[0].clamp_min(1e-9).log(), far[0] > 0
+    there = error[known]
+    sig = ((there**2).mean() - 0.85 * there.mean() ** 2).sqrt()
+    edges = float(gradient_loss(error, known.float()))
+    assert float(losses[1, 0]) == pytest.approx(float(sig) + 0.5 * edges, rel=1e-5) and edges > 0
     assert losses.shape == (2, 3) and float(losses[:, 2].max()) < 1e-3
+
+
+def test_bins_and_losses_by_hand():
+    """D.4: expectation over bins, SigLoss and the gradient loss, against sums done by hand."""
+    scores = torch.tensor([[0.0, -3.0, 0.9]])  # weights 0.1, 0.1, 1.0 of the bins at 0.001, 5.0005 and 10 metres
+    assert float(of_bins(scores)) == pytest.approx((0.1 * 0.001 + 0.1 * 5.0005 + 1.0 * 10) / 1.2)
+    error = torch.tensor([[1.0, 3.0, 50.0], [2.0, 7.0, 50.0]])
+    known = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
+    assert float(scale_loss(error, known)) == pytest.approx((63 / 4 - 0.85 * (13 / 4) ** 2) ** 0.5)
+    # Neighbours differ by 2 and 5 in rows, by 1 and 4 in columns; coarser scales have one known pixel each.
+    assert float(gradient_loss(error, known)) == pytest.approx((2 + 5 + 1 + 4) / 4)
+    line = torch.arange(9.0).expand(1, 9)  # differs by 1 over 8 gaps of 9, by 2 over 4 of 5, by 4 over 2 of 3, by 8
+    assert float(gradient_loss(line, torch.ones(1, 9))) == pytest.approx(8 / 9 + 8 / 5 + 8 / 3 + 8 / 2)
+    assert not gradient_loss(torch.full((8, 8), 3.0), torch.ones(8, 8)).any()
+
+
+def test_gradients_of_depth_are_finite():
+    """Also where nothing is known, where all is right, and for one number as for bins."""
+    draw = torch.Generator().manual_seed(0)
+    far = torch.rand(3, 8, 8, generator=draw) * 5
+    far[0, :3], far[2] = 0, 0
+    for bins in (1, 16):
+        answers = torch.randn(2, 3, 16, bins, generator=draw).requires_grad_()
+        Depth.loss(None, answers, far).sum().backward()
+        assert answers.grad.isfinite().all() and answers.grad[:, 1].any() and not answers.grad[:, 2].any()
+    exact = metres(torch.zeros(1, 1, 8, 8))[:, 0]
+    answers = torch.zeros(1, 16, 1, requires_grad=True)
+    Depth.loss(None, answers, exact).sum().backward()
+    assert answers.grad.isfinite().all()
+
+
+def test_depths_in_bins(shapes, tmp_path):
+    work = run(shapes, tmp_path / "run", "task=depth", "method.classes=32", "epochs=6", "eval_every=6")
+    before, numbers = work.evaluate(), list(work.epochs())[-1]
+    assert numbers["rmse"] < before["rmse"] - 0.4
+    model = dwindle.load(tmp_path / "run")
+    x, far = next(iter(work.task.batches(train=False)))
+    told = predict(model, x, "depth")
+    known = far > 0
+    assert float(told.min()) > 0 and float(told.max()) < 10
+    sums = {n: v.sum(0) for n, v in Depth.measure(model(x).logits.detach(), far).items()}
+    wanted = Depth.summary(sums, len(x))["rmse"]
+    assert float(((told - far)[known] ** 2).mean().sqrt()) == pytest.approx(wanted, abs=1e-4)
+    deep = np.full((32, 32), 12_000, np.uint16)
+    for path in sorted((shapes / "train" / "depths").glob("*.png")):
+        copy = tmp_path / "deep" / "train"
+        for part in ("images", "depths"):
+            (copy / part).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(deep).save(copy / "depths" / path.name)
+        (copy / "images" / path.name).symlink_to(shapes / "train" / "images" / path.name)
+    (tmp_path / "deep" / "val").symlink_to(shapes / "val")
+    with pytest.raises(dwindle.DwindleError, match=r"has a depth of 12\.0 m, and bins end at 10 m"):
+        list(run(tmp_path / "deep", tmp_path / "far", "task=depth", "method.classes=32").epochs())
 
 
 def test_maps():

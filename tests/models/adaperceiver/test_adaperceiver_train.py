@@ -85,7 +85,7 @@ def test_bf16_on_a_cpu_teaches_what_float32_does(data, teacher, tmp_path, mask):
     for work, seen in ((exact, x), (rough, x_half)):
         work.model.train()
         work.learner.epoch = 1
-        inputs = {"x": seen, "y": y, "teacher_answers": said} | work.learner.drawn(len(seen), 0)
+        inputs = work.learner.inputs(seen, y, 0, 0) | {"teacher_answers": said}
         work.learn.bare.names = tuple(inputs)
         work.learn.backward(*inputs.values())
         gradients.append({name: p.grad for name, p in work.model.named_parameters() if p.grad is not None})
@@ -312,7 +312,12 @@ def test_a_read_out_is_renewed(data, teacher, tmp_path):
         ("attention=ring", "unknown attention"),
         ("distill=token", "no distillation token"),
         ("layout=packed", "no effect on an AdaPerceiver"),
-        ("accumulate=2", "no effect on an AdaPerceiver"),
+        ("parallel=fsdp", "no effect on an AdaPerceiver"),
+        ("freeze_backbone=true", "nothing to keep; give the trained network"),
+        (("ema=0.9", "stage_ema=(0.9,0.9,0.9)"), "stage_ema says it for each stage"),
+        ("stage_ema=(0.9,1.0,0.9)", "lie between 0 and 1"),
+        ("schedule=(cosine,cosine)", "unknown schedule"),
+        ("schedule=step", "unknown schedule"),
         ("task=features", "learnt from a teacher"),
         ("method.colour=3", "Unknown option of AdaPerceiver 'colour'"),
         ("method.tokens=3", "tokens = 3: it must be a list, each a whole number"),

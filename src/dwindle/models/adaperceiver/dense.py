@@ -10,7 +10,7 @@ from torch import Tensor
 from ...errors import DwindleError, unknown
 from ...io.scenes import PLACES
 from ...tasks.base import Task, answers_of, task_of
-from ...tasks.dense import maps, metres
+from ...tasks.dense import depths, maps
 from .model import AdaPerceiver
 
 
@@ -38,5 +38,5 @@ def predict(
     if model.outputs != "dense":
         raise DwindleError("This network answers once for an image; maps need a dense network (outputs='dense').")
     (height, width), resolution = images.shape[-2:], size or images.shape[-2:]
-    answers = maps(model(images, **setting).logits, model.grid((height, width)), (resolution[0], resolution[1]))
-    return answers.argmax(1) if task == "segmentation" else metres(answers[:, 0])
+    answers = model(images, **setting).logits, model.grid((height, width)), (resolution[0], resolution[1])
+    return maps(*answers).argmax(1) if task == "segmentation" else depths(*answers)

@@ -11,26 +11,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ...core import processes as ranks
 from ...core.model import AdaptiveViT, adapt
 from ...errors import DwindleError
-from ...io.checkpoint import load
+from ...io.checkpoint import find, load
+from ...io.config import read_config
 from ...io.datasets import check_labels
 from ...io.draws import mix
-from ...io.images import Preprocess
+from ...io.encoders import timm_vit
+from ...io.images import Preprocess, preprocess_of
 from ...methods.static import Static
-from ...tasks.images import ImageTask
+from ...tasks.images import ImageTask, is_checkpoint
 from ...train.build import teacher_classes
+from ...train.foreign import Foreign, foreign, is_foreign
 from ...train.learner import Learner
-from ...train.schedule import cosine, ramp
+from ...train.schedule import cosine, poly, ramp
+from ...train.step import Step
 from ...train.teacher import Teacher
 from .grid import grid
 from .model import AdaPerceiver, Answers
+from .optimizers import nadamw, soap
 from .start import begin_from
 
 if TYPE_CHECKING:
     from .recipe import AdaRecipe
 
-FIRST_LR, LAST_LR = 1e-6, 1e-5  # learning rates at which a stage begins and ends
+FIRST_LR = 1e-6  # the learning rate at which a stage begins
+SHARED = ("sampled", "drawn")  # inputs of a step that are the same for all its images
 
 
 class AdaLearner(Learner):
@@ -40,15 +47,17 @@ class AdaLearner(Learner):
     task: ImageTask
     model: AdaPerceiver
     learns = ("classes", "numbers", "maps", "features")
-    several = False
     what = "AdaPerceiver"
 
     def __init__(self, recipe: AdaRecipe, task: ImageTask, device: torch.device) -> None:
         super().__init__(recipe, task, device)
         self.epoch = 0
-        self.model = self._build(self._loaded_teacher())
+        teacher_model = self._loaded_teacher()
+        self.model = self._build(teacher_model)
         self.model.attention = recipe.attention
-        task.fit(Preprocess(size=self.model.image))
+        # A teacher sees the images of its student, so that these are normalised as it takes them.
+        own = preprocess_of(teacher_model) if self.teacher else _stored(recipe.weights) or Preprocess()
+        task.fit(Preprocess(size=self.model.image, mean=own.mean, std=own.std))
         if recipe.weights is not None:
             images, reinit = task.some(128, 32), recipe.reinit_from is not None
             begin_from(self.model, recipe.weights, images, recipe.freeze_backbone, reinit, task.head_fits)
@@ -64,11 +73,10 @@ class AdaLearner(Learner):
             return None
         if not self.task.distils:
             raise DwindleError(f"teacher = {named}: the task '{self.task.name}' learns from its targets alone.")
-        try:
-            model: Any = load(named)
-        except DwindleError as error:
-            raise DwindleError(f"teacher = {named}: {error}") from error
-        if isinstance(model, AdaptiveViT):
+        model = self._opened_teacher(named, features)
+        if isinstance(model, Foreign):
+            self.teacher = Teacher(model, self.recipe, self.device)
+        elif isinstance(model, AdaptiveViT):
             network: Any = adapt(model.unwrap(), Static())
             shape, names = network.backbone.shape, ("states",) if features else ("logits",)
             self.teacher = Teacher(network, self.recipe, self.device, names, (shape.image[0], shape.image[1]))
@@ -77,6 +85,24 @@ class AdaLearner(Learner):
             side, names = (model.image, model.image), ("features",) if features else ("logits",)
             self.teacher = Teacher(model, self.recipe, self.device, names, side)
             self.teacher.cells = model.grid(side)
+        return model
+
+    def _opened_teacher(self, named: str, features: bool) -> Any:
+        """A checkpoint, or timm's model of this name, of which features are known if it is a plain ViT."""
+        file = self.recipe.teacher_weights
+        if is_checkpoint(named) or not is_foreign(named):
+            try:
+                return load(named)
+            except DwindleError as error:
+                raise DwindleError(f"teacher = {named}: {error}") from error
+        if features:
+            return adapt(timm_vit(named, file or "pretrained"), Static())
+        import timm
+
+        own: Any = timm.get_pretrained_cfg(named)
+        images = _stored(self.recipe.weights) or Preprocess(mean=tuple(own.mean), std=tuple(own.std))
+        model = foreign(named, file, images, self.task.outputs)
+        model.extra = {"preprocess": images.to_dict()}  # type: ignore[assignment]
         return model
 
     def _build(self, teacher_model: Any) -> AdaPerceiver:
@@ -99,7 +125,7 @@ class AdaLearner(Learner):
             return model
         options.setdefault("classes", self.task.outputs)
         model = AdaPerceiver.preset(recipe.model, **options | ({"outputs": "dense"} if answers == "maps" else {}))
-        if teacher is not None:
+        if teacher is not None and not isinstance(teacher_model, Foreign):  # that has the data's classes
             assert recipe.teacher is not None
             teacher.classes = teacher_classes(teacher_model, self.task.train_images, recipe.teacher, self.device)
         if answers == "classes":
@@ -120,14 +146,13 @@ class AdaLearner(Learner):
     def optimizer(self) -> torch.optim.Optimizer:
         if self.recipe.optimizer == "adamw":
             return super().optimizer()
-        try:
-            from pytorch_optimizer import SOAP
-        except ImportError as error:
-            raise DwindleError(
-                "optimizer = soap needs the package pytorch-optimizer; install dwindle[soap], or take adamw."
-            ) from error
-        soap = {"precondition_frequency": 100, "max_precondition_dim": 8192}  # D.1
-        return SOAP(self.parameter_groups(), lr=self.recipe.lr, betas=(0.9, 0.999), **soap)
+        groups, recipe = self.parameter_groups(), self.recipe
+        if recipe.optimizer == "nadamw":
+            return nadamw(groups, recipe.lr)
+        return soap(groups, recipe.lr, recipe.precondition_from, recipe.precondition_every)
+
+    def averaging(self) -> float:
+        return super().averaging() if self.recipe.stage_ema is None else self.recipe.stage_ema[self.stage]
 
     def compile(self) -> None:
         super().compile()
@@ -142,27 +167,42 @@ class AdaLearner(Learner):
     @property
     def stage(self) -> int:
         """The stage of the present epoch: 0 varies tokens, 1 also depths, 2 also widths."""
-        return next((i for i, end in enumerate(self.recipe.ends()) if self.epoch < end), 2)
+        last = max(i for i, share in enumerate(self.recipe.stages) if share)
+        return next((i for i, end in enumerate(self.ends) if self.epoch < end), last)
+
+    @property
+    def ends(self) -> list[int]:
+        """The epoch at which each stage ends."""
+        return self.recipe.ends(self.task.epochs)
 
     def begin_epoch(self, run: Any) -> None:
         """At the beginning of a stage, take the averaged weights of the one before and a new optimizer (D.1)."""
         self.epoch = run.epoch
-        starts = [0, *self.recipe.ends()][:3]
-        if self.recipe.restart and self.epoch and self.epoch == starts[self.stage]:
+        if not self.epoch or self.epoch != [0, *self.ends][self.stage]:
+            return
+        if self.recipe.restart:
             if run.average:
                 self.model.load_state_dict(run.average.module.state_dict())
             run.optimizer = self.optimizer()
+        if ranks.is_distributed():  # DDP keeps the graph of its first step, and each stage has another
+            run.learn = Step(self)
 
     def rate(self, step: int, group: dict[str, Any]) -> float:
-        """The learning rate: warm-up and cosine, anew in each stage; without `restart` once for all stages."""
-        recipe, stage, each = self.recipe, self.stage if self.recipe.restart else 0, self.task.steps_per_epoch
-        ends = [0, *(end * each for end in (recipe.ends() if recipe.restart else [recipe.epochs]))]
+        """The learning rate: warm-up and schedule, anew in each stage; without `restart` once for all stages."""
+        recipe, task, stage = self.recipe, self.task, self.stage if self.recipe.restart else 0
+        each = task.steps_per_epoch
+        ends = [0, *(min(end * each, task.steps) for end in (self.ends if recipe.restart else [task.epochs]))]
         at, total = step - ends[stage], max(ends[stage + 1] - ends[stage], 1)
-        warm = min(int(recipe.warmup_epochs * each), total // 2)
-        peak = recipe.scaled(1) * recipe.lr * recipe.stage_lr[stage]
-        rate = (
-            ramp(at, warm, FIRST_LR, peak) if at < warm else cosine(at - warm, total - warm, peak, min(LAST_LR, peak))
-        )
+        warm = min(recipe.warmup_steps or int(recipe.warmup_epochs * each), total // 2)
+        peak = recipe.scaled(ranks.world()) * recipe.lr * recipe.stage_lr[stage]
+        if at < warm:
+            return ramp(at, warm, FIRST_LR, peak) * group["share"]
+        schedule = recipe.schedule if isinstance(recipe.schedule, str) else recipe.schedule[stage]
+        low, rate = min(recipe.min_lr, peak), peak
+        if schedule == "cosine":
+            rate = cosine(at - warm, total - warm, peak, low)
+        elif schedule == "poly":
+            rate = poly(at - warm, total - warm, peak, low, recipe.poly_power)
         return rate * group["share"]
 
     def row(self, seconds: float, steps: int) -> dict[str, float]:
@@ -173,11 +213,14 @@ class AdaLearner(Learner):
         inputs = {"x": x, "y": y}
         if self.teacher is not None:
             (inputs["teacher_answers"],) = self.teacher(x, seen, self.recording).values()
-        return inputs | self.drawn(len(x), step)
+        drawn = self.drawn(len(x), step)
+        # Micro-batches are cut by rows, so that what all images share is given to each.
+        return inputs | {n: v.expand(len(x), -1) if n in SHARED else v for n, v in drawn.items()}
 
     def drawn(self, count: int, step: int) -> dict[str, Tensor]:
         """The random settings of a step, a function of (seed, step): a width for each image and a granularity for each
-        depth, where the stage varies them, and the steps of an open mask.
+        depth, where the stage varies them, and the steps of an open mask. Several processes draw for all images of a
+        step, so that they train as one does.
         """
         draw, model = torch.Generator().manual_seed(mix(self.recipe.seed, step)), self.model
 
@@ -202,13 +245,14 @@ class AdaLearner(Learner):
         if self.recipe.stages[2] and len(model.widths) > 1:
             # Widths are inputs of every stage, all full before the last, so that one recording serves all stages.
             choices = model.widths if self.stage >= 2 else model.widths[-1:]
-            settings["widths"] = sample(torch.tensor(choices), count, self.recipe.full_width)
+            widths = sample(torch.tensor(choices), ranks.world() * count, self.recipe.full_width)
+            settings["widths"] = widths[ranks.rank() * count :][:count]
         return settings
 
     def terms(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The loss terms of Algorithm 3 for a batch."""
-        drawn = inputs.get("drawn")
-        answers = self.model.answers(inputs["x"], inputs.get("widths"), inputs.get("sampled"), drawn)
+        sampled, drawn = (inputs[name][0] if name in inputs else None for name in SHARED)
+        answers = self.model.answers(inputs["x"], inputs.get("widths"), sampled, drawn)
         return self.loss_terms(answers, inputs["y"], inputs.get("teacher_answers"), drawn)
 
     def loss_terms(
@@ -244,7 +288,10 @@ class AdaLearner(Learner):
         if self.task.answers != "classes":
             return self._most_and_fewest(model)
         found = grid(model, self.task.batches(train=False), device=self.device, amp=self.recipe.amp)
-        top1 = 100 * found.correct.double().mean(-1)  # (W, L, G)
+        images = found.correct.shape[-1]
+        correct, counts = zip(*ranks.gathered((found.correct.sum(-1).cpu(), images)))
+        images = sum(counts)
+        top1 = 100 * torch.stack(correct).sum(0).double() / images  # (W, L, G)
         half = (model.depth + 1) // 2 - 1
         return {
             "top1": round(float(top1[-1, -1, -1]), 3),
@@ -252,7 +299,7 @@ class AdaLearner(Learner):
             "top1_half_depth": round(float(top1[-1, half, -1]), 3),
             "top1_least_width": round(float(top1[0, -1, -1]), 3),
             "gmacs": round(model.static_macs() / 1e9, 4),
-            "images": found.correct.shape[-1],
+            "images": images,
         }
 
     @torch.no_grad()
@@ -269,7 +316,10 @@ class AdaLearner(Learner):
                 for name, values in self.task.measure(answer, targets).items():
                     total[name] = total.get(name, 0.0) + values.sum(0).double().cpu()
         model.train(training)
-        most, fewest = (self.task.summary(total, images) for total in sums)
+        found, counts = zip(*ranks.gathered((sums, images)))
+        images = sum(counts)
+        totals = ({name: sum(part[i].get(name, 0.0) for part in found) for name in found[0][i]} for i in range(2))
+        most, fewest = (self.task.summary(total, images) for total in totals)
         fewest = {f"{name}_fewest_tokens": value for name, value in fewest.items()}
         return most | fewest | {"gmacs": round(model.static_macs() / 1e9, 4), "images": images}
 
@@ -282,6 +332,12 @@ class AdaLearner(Learner):
         assert self.teacher is not None
         (answers,) = self.teacher.ask(x).values()
         return answers
+
+
+def _stored(weights: str | None) -> Preprocess | None:
+    """How the weights to begin from take their images, if they say so."""
+    kept = None if weights is None else read_config(find(weights)).get("extra", {}).get("preprocess")
+    return Preprocess.from_dict(kept) if kept else None
 
 
 def _freeze(model: AdaPerceiver, reinit_from: dict[int, int] | None) -> None:
