@@ -140,10 +140,12 @@ def test_eval_with_rivals(folder, gates):
     line = "eval {out} --data {text} --limit 3 --device cpu --rivals --tau {tau}"
     found = run(line, out=gates[0], text=text, tau=tau).json
     plain = run("eval {folder} --data {text} --limit 3 --context 16 --device cpu", folder=folder, text=text).json
-    static, random = found["static"], found["random"]
+    static, random, control = (found[name] for name in ("static", "random", "control"))
     assert static["loss"] == pytest.approx(plain["loss"], abs=1e-5) and static["tlops_saved"] == 0
     assert 0.1 < found["tlops_saved"] < 0.6 and random["tlops_saved"] == pytest.approx(found["tlops_saved"], abs=0.15)
-    assert len({found["loss"], static["loss"], random["loss"]}) == 3
+    assert control["tlops_saved"] == pytest.approx(found["tlops_saved"], abs=0.15)
+    assert len({found["loss"], static["loss"], random["loss"], control["loss"]}) == 4
+    assert run(line, out=gates[0], text=text, tau=tau).json == found  # what is drawn is the same every time
 
 
 def test_generate(folder, gates):

@@ -107,7 +107,7 @@ def evaluate(
         beside = rivals(model, found, text.test, device=place, progress=progress, **options) if others else {}
         return found | {"rivals": beside}
 
-    total = (limit or (len(text.test) - 1) // options["context"]) * (3 if others else 1)
+    total = (limit or (len(text.test) - 1) // options["context"]) * (4 if others else 1)
     found = shared(run, total, device)
     if found is None:
         return

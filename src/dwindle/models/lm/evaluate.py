@@ -16,8 +16,9 @@ from ...core.cost import bisected
 from ...core.method import require
 from ...errors import DwindleError
 from ...io.text import windows
-from .execute import AdaptiveLM, adapt_lm, tlops_saved
-from .routing import Random, Static
+from .execute import AdaptiveLM, tlops_saved
+from .routing import Control, Random, Router, Static
+from .tsa import TSA
 
 LOGITS = 1 << 28  # of one batch, which is cut to so many: a batch of 64 windows has gigabytes of a tokenizer's
 
@@ -84,10 +85,16 @@ def evaluate(
 
 
 def rivals(model: AdaptiveLM, found: dict[str, Any], ids: Tensor, **options: Any) -> dict[str, dict[str, Any]]:
-    """`evaluate` of the same weights without the router ("static"), and with as many tokens of each block skipping, but
-    by chance ("random"). found: `evaluate`'s result with the router."""
-    others = {"static": Static(), "random": Random(tuple(found["rates"]), keys=model.method.keys)}
-    return {name: evaluate(adapt_lm(model.lm, other), ids, **options) for name, other in others.items()}
+    """`evaluate` of the same weights without the router ("static"), with as many tokens of each block skipping by
+    chance ("random"), and of TSA's the same with its p scaling those that run ("control"). found: the router's result.
+    """
+    rates = tuple(found["rates"])
+    others: dict[str, Router] = {"static": Static(), "random": Random(rates, model.method.keys)}
+    if isinstance(model.method, TSA):
+        others["control"] = Control(model.method, "layer", rates)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # of what the control draws
+        return {name: evaluate(AdaptiveLM(model.lm, other), ids, **options) for name, other in others.items()}
 
 
 def calibrate(model: AdaptiveLM, ids: Tensor, saved: float, steps: int = 12, **options: Any) -> float:
