@@ -57,7 +57,8 @@ def tsa_enwik8() -> LMRecipe:
 
 def tsa_gates() -> LMRecipe:
     """Gates alone, for a language model that stays as it is: a folder of Hugging Face's with its tokenizer.json, or a
-    checkpoint. Minutes on one core of a CPU for 135M parameters.
+    checkpoint. SmolLM2-135M on shakespeare with cpu_amp=true, 3.4 minutes of one core of an EPYC: loss 3.55 (4 windows)
+    with 6.4% of the TLOps saved.
 
     dwindle train tsa_gates --set weights=FOLDER --data TEXT --out runs/gates
     """
