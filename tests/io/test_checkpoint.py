@@ -173,7 +173,11 @@ def test_names_and_hub_ids(monkeypatch, folder):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert dwindle.load("someone/model", revision="v1").method.stages == (1, 2)
-    assert asked == {"name": "someone/model", "revision": "v1", "files": ["config.json", "model.safetensors"]}
+    assert asked == {
+        "name": "someone/model",
+        "revision": "v1",
+        "files": ["config.json", "model.safetensors", "tokenizer.json"],
+    }
 
 
 @pytest.mark.parametrize(("name", "classes"), [("aht_deit_tiny_imagenet", 1000), ("aht_deit_tiny_cifar100", 100)])

@@ -102,7 +102,7 @@ def test_windows_hold_every_character_once():
     shared = [row for rank in range(3) for x, _ in windows(ids, 10, 2, "x", rank=rank, world=3) for row in x.tolist()]
     assert sorted(shared) == sorted(row for x, _ in cuts for row in x.tolist())
     assert not list(windows(ids, 10, 3, "x", limit=1, rank=2, world=3))  # fewer windows than processes
-    with pytest.raises(DwindleError, match="has 10 characters, a window needs 11"):
+    with pytest.raises(DwindleError, match="has 10 tokens, a window needs 11"):
         next(windows(ids[:10], 10, 3, "x"))
 
 

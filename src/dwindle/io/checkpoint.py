@@ -28,6 +28,7 @@ from ..files import packaged, put_weights, scratch
 from .classes import known_classes
 from .config import CONFIG, FORMAT, OTHER_VERSION, SAVED, check_extra, read_config, signed
 from .download import download, is_hub_id
+from .tokenizer import SUM, TOKENIZER, checksum
 
 WEIGHTS = "model.safetensors"
 ADDED = ("method.", "dense_head.", "give_back.")  # prefixes of the weights that the wrapped model does not have
@@ -50,6 +51,8 @@ def save(
     what: 'all', or 'method' for only what the method added. half: store weights in float16.
     extra: JSON kept in the config (data, preprocessing, results); `load` sets it as `model.extra`.
     weights: the model's state dict, where it was gathered from several processes.
+
+    A language model's tokenizer (`model.tokenizer`, the content of its tokenizer.json) is written beside the weights.
     """
     folder = Path(folder)
     if folder.is_file():
@@ -64,6 +67,8 @@ def save(
         "extra": {**_classes(model), **getattr(model, "extra", {}), **(extra or {})},
     }
     check_extra(config["extra"])
+    tokenizer: bytes | None = getattr(model, "tokenizer", None)
+    config |= {} if tokenizer is None else {SUM: checksum(tokenizer)}
     state = plain_names(model.state_dict() if weights is None else weights)
     chosen = {name: value for name, value in state.items() if what == "all" or name.startswith(ADDED)}
     stored = {name.removeprefix("vit."): _storable(value, half) for name, value in chosen.items()}
@@ -73,6 +78,8 @@ def save(
         put_weights(place / WEIGHTS, stored, {"format": "pt"})
         config = signed(config | {"weights_sha256": _sha256(place / WEIGHTS)})
         (place / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        if tokenizer is not None:
+            (place / TOKENIZER).write_bytes(tokenizer)
         _swap_in(place, folder)
     return folder
 
@@ -93,8 +100,9 @@ def _swap_in(new: Path, folder: Path) -> None:
     if not folder.exists():
         new.rename(folder)
         return
-    for name in (WEIGHTS, CONFIG):  # the weights first, so that a config is never beside weights older than itself
-        os.replace(new / name, folder / name)
+    for name in (WEIGHTS, TOKENIZER, CONFIG):  # the config last, so that it is never beside weights older than itself
+        if (new / name).exists():
+            os.replace(new / name, folder / name)
 
 
 def _storable(value: Tensor, half: bool) -> Tensor:
@@ -207,7 +215,7 @@ def find(source: str | os.PathLike[str], revision: str | None = None) -> Path:
     if not is_hub_id(name):
         hint = "give a folder, a shipped name (a wheel holds fewer than the repository) or a Hub id (owner/name)"
         raise unknown("checkpoint", name, shipped(), hint)
-    return download(name, revision, [CONFIG, WEIGHTS])
+    return download(name, revision, [CONFIG, WEIGHTS, TOKENIZER])
 
 
 def family_at(source: str | os.PathLike[str]) -> Family:

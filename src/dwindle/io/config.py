@@ -48,6 +48,7 @@ class Config(TypedDict, total=False):
     extra: dict[str, Any]
     id: str  # in older checkpoints, where the weights' file holds the same id
     weights_sha256: str
+    tokenizer_sha256: str  # of tokenizer.json, where one is beside the weights
     config_sha256: str
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def open_encoder(source: str, weights: str | None = None, image_size: int | None
         if value is not None:
             raise DwindleError(f"{option} {value}: it is for a timm name, and {source} brings its own; leave it out.")
     folder = find(source)
-    return load_as(AdaptiveViT, folder) if not _architectures(folder) else _from_hugging_face(folder)
+    return load_as(AdaptiveViT, folder) if not _architectures(folder) else hugging_face_model(folder)
 
 
 def timm_vit(name: str, weights: str | None, image_size: int | None = None, classes: int | None = None) -> Any:
@@ -105,8 +106,14 @@ def _architectures(folder: Path) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def _from_hugging_face(folder: Path) -> nn.Module:
-    import transformers
+def hugging_face_model(folder: Path) -> nn.Module:
+    """The model of a folder in Hugging Face's format, of the class that its config names, in eval mode."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise DwindleError(
+            f'{folder} holds a model of Hugging Face\'s; install what reads it with: pip install "dwindle[hf]"'
+        ) from error
 
     name = _architectures(folder)[0]
     kind = getattr(transformers, name, None)
@@ -116,11 +123,26 @@ def _from_hugging_face(folder: Path) -> nn.Module:
             "folder's own code is not run; give a model that it has."
         )
     try:
-        vit = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, trust_remote_code=False)
+        with _without_bars():
+            model = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, trust_remote_code=False)
     except Exception as error:  # a config from anywhere may raise anything
         why = printable(str(error).partition("\n")[0])
         raise DwindleError(f"{folder} cannot be read by transformers ({why}); take another copy.") from error
-    return vit.eval()
+    return model.eval()
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Within, transformers shows no progress: a bar among a command's messages is taken for one of them."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def prepared_as(source: str) -> dict[str, Any]:

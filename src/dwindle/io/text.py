@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor
 from ..errors import DwindleError, unknown
 from ..files import packaged
 from .draws import mix
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
 
 KNOWN = ("shakespeare", "enwik8")
 ENWIK8_BYTES = 100_000_000
@@ -28,6 +31,7 @@ class Vocabulary:
     """The characters of a model, in the order of their numbers; None: the 256 bytes of UTF-8."""
 
     characters: str | None
+    unit = "characters"  # of which a text is made, in what is shown
 
     def __len__(self) -> int:
         return 256 if self.characters is None else len(self.characters)
@@ -49,6 +53,10 @@ class Vocabulary:
             )
         return torch.from_numpy(places.astype(np.uint8 if len(known) <= 256 else np.int32))
 
+    def encode_prompt(self, text: str, what: str = "The prompt") -> Tensor:
+        """`encode` of a text that is to be continued: the same here, a tokenizer may set a token before it."""
+        return self.encode(text, what)
+
     def decode(self, ids: Any) -> str:
         """The text of these numbers; bytes that are no UTF-8 become replacement characters."""
         numbers = [int(i) for i in ids]
@@ -68,10 +76,11 @@ class Text:
     """One text, split. `train`, `val` and `test` are (N,) numbers of its vocabulary."""
 
     name: str
-    vocabulary: Vocabulary
+    vocabulary: Vocabulary | Tokenizer
     train: Tensor
     val: Tensor
     test: Tensor
+    per_token: float = 1.0  # characters of one token, on average
 
     def to(self, device: torch.device) -> Text:
         return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))
@@ -112,16 +121,16 @@ def check_long(ids: Tensor, context: int, name: str) -> None:
     """Refuse a split that is too short for one window."""
     if len(ids) <= context:
         raise DwindleError(
-            f"A split of '{name}' has {len(ids)} characters, a window needs {context + 1}; give a longer text, or a "
-            "model with a shorter context."
+            f"A split of '{name}' has {len(ids)} tokens, a window needs {context + 1}; give a longer text, or a "
+            "shorter context."
         )
 
 
-def open_text(name: str, vocabulary: Vocabulary | None = None) -> Text:
+def open_text(name: str, vocabulary: Vocabulary | Tokenizer | None = None) -> Text:
     """Open a text: 'shakespeare' (ships with Dwindle), 'enwik8' (under $DWINDLE_DATA or ./data), a UTF-8 text file, or
     'bytes:FILE', any file byte by byte.
 
-    vocabulary: a trained model's; None: the text's own characters, and bytes for enwik8.
+    vocabulary: a trained model's, or its tokenizer; None: the text's own characters, and bytes for enwik8.
     """
     raw, path = name.startswith(BYTES), Path(name.removeprefix(BYTES)).expanduser()
     if name == "shakespeare":
@@ -142,7 +151,7 @@ def open_text(name: str, vocabulary: Vocabulary | None = None) -> Text:
     return _split(name, path.read_bytes(), vocabulary or (Vocabulary(None) if raw else None), (0.9, 0.05, 0.05))
 
 
-def _enwik8(name: str, given: Path, vocabulary: Vocabulary | None) -> Text:
+def _enwik8(name: str, given: Path, vocabulary: Vocabulary | Tokenizer | None) -> Text:
     """The text of the file `given`, or of enwik8 under the data folder if `name` is only 'enwik8'."""
     base = Path(os.environ.get("DWINDLE_DATA") or "data").expanduser()
     if name == "enwik8":
@@ -165,12 +174,14 @@ def _enwik8(name: str, given: Path, vocabulary: Vocabulary | None) -> Text:
     return _split(name, data, vocabulary or Vocabulary(None), (0.9, 0.05, 0.05))  # 90M, 5M, 5M bytes
 
 
-def _split(name: str, data: bytes, vocabulary: Vocabulary | None, shares: tuple[float, float, float]) -> Text:
+def _split(
+    name: str, data: bytes, vocabulary: Vocabulary | Tokenizer | None, shares: tuple[float, float, float]
+) -> Text:
     """The encoded text, split by these shares for training, validation and test (0: the same as validation)."""
     if not data.strip():
         raise DwindleError(f"'{name}' holds no text; give a file with some.")
     text: str | bytes = data
-    if vocabulary is None or vocabulary.characters is not None:
+    if getattr(vocabulary, "characters", "") is not None:  # all but bytes
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -178,7 +189,12 @@ def _split(name: str, data: bytes, vocabulary: Vocabulary | None, shares: tuple[
                 f"'{name}' is not UTF-8 text (byte {error.start}); convert it, or train on {BYTES}{name}."
             ) from error
     vocabulary = vocabulary or Vocabulary("".join(sorted(set(text))))  # type: ignore[arg-type]
-    ids = vocabulary.encode(text, f"'{name}'")
-    ends = [round(len(ids) * shares[0]), round(len(ids) * (shares[0] + shares[1]))]
-    train, val, test = ids[: ends[0]], ids[ends[0] : ends[1]], ids[ends[1] :]
-    return Text(name, vocabulary, train, val, test if shares[2] else val)
+    ends = [round(len(text) * shares[0]), round(len(text) * (shares[0] + shares[1]))]
+    places = (slice(ends[0]), slice(*ends), slice(ends[1], None))
+    if isinstance(vocabulary, Vocabulary):
+        ids = vocabulary.encode(text, f"'{name}'")
+        train, val, test = (ids[place] for place in places)
+    else:  # cut before it is encoded, so that the text held out is the same as for characters
+        train, val, test = (vocabulary.encode(text[place], f"'{name}'") for place in places)
+    count = len(train) + len(val) + len(test)
+    return Text(name, vocabulary, train, val, test if shares[2] else val, len(text) / max(count, 1))

@@ -55,6 +55,29 @@ def tsa_enwik8() -> LMRecipe:
     )
 
 
+def tsa_gates() -> LMRecipe:
+    """Gates alone, for a language model that stays as it is: a folder of Hugging Face's with its tokenizer.json, or a
+    checkpoint. SmolLM2-135M on shakespeare with cpu_amp=true, 3.4 minutes of one core of an EPYC: loss 3.55 (4 windows)
+    with 6.4% of the TLOps saved.
+
+    dwindle train tsa_gates --set weights=FOLDER --data TEXT --out runs/gates
+    """
+    return LMRecipe(
+        freeze_backbone=True,
+        context=128,
+        batch=2,
+        steps=150,
+        lr=3e-3,
+        min_lr=3e-4,
+        warmup=10,
+        weight_decay=0.0,
+        eval_every=150,
+        eval_windows=4,
+        # Gates begin nearly open, p = 0.98, as the model never learnt to do with smaller updates.
+        method_options={"penalty": 1.0, "tau": 0.3, "open": 4.0},
+    )
+
+
 def tsa_tiny_test() -> LMRecipe:
     """A few seconds on a CPU: does everything run here?
 

@@ -1,4 +1,4 @@
-"""Language modelling: which character comes next."""
+"""Language modelling: which character or token comes next."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..errors import DwindleError
 from ..io.checkpoint import find
 from ..io.config import read_config
 from ..io.text import Text, Vocabulary, check_long, open_text
+from ..io.tokenizer import Tokenizer, vocabulary_beside
 from .base import Source, Task
 
 
@@ -38,10 +39,12 @@ class Language(Task, name="language"):
         self.places = self.text.places(recipe.batch, recipe.context, recipe.seed, recipe.steps)
 
     @staticmethod
-    def _vocabulary(weights: str | None) -> Vocabulary | None:
-        """The vocabulary of the checkpoint that training begins from, if there is one."""
-        extra = {} if weights is None else read_config(find(weights)).get("extra", {})
-        return Vocabulary(extra["vocabulary"]) if "vocabulary" in extra else None
+    def _vocabulary(weights: str | None) -> Vocabulary | Tokenizer | None:
+        """The vocabulary or tokenizer of the checkpoint that training begins from, if there is one."""
+        if weights is None:
+            return None
+        folder = find(weights)
+        return vocabulary_beside(folder, read_config(folder))
 
     @property
     def outputs(self) -> int:  # type: ignore[override]
@@ -57,5 +60,6 @@ class Language(Task, name="language"):
             yield self.text.cut(places, self.recipe.context)
 
     def extra(self) -> dict[str, Any]:
-        names = {"vocabulary": self.text.vocabulary.characters, "data": {"train": Path(self.text.name).name}}
-        return super().extra() | names
+        known, data = self.text.vocabulary, {"data": {"train": Path(self.text.name).name}}
+        # A tokenizer is a file beside the weights.
+        return super().extra() | data | ({"vocabulary": known.characters} if isinstance(known, Vocabulary) else {})

@@ -208,7 +208,7 @@ def test_compare(places, tmp_path, monkeypatch):
         ("eval {run} --data shakespeer", "did you mean"),
         ("eval {run} --data {run}", "is a folder"),
         ("generate {run} --prompt ß", "'ß' at character 0"),
-        ("generate {run} --prompt " + "x" * 33, "33 characters"),
+        ("generate {run} --prompt " + "x" * 33, "33 tokens"),
         ("generate {run} --prompt x --tau 7", "--tau = 7"),
         ("generate {run} --prompt x --length 0", "length = 0"),
         ("generate {run} --prompt x --temperature -1", "temperature = -1"),

@@ -236,7 +236,7 @@ def test_inputs_that_cannot_work():
     for wrong, said in (too_long, empty, (unknown, f"the model knows {known}"), (floats, "whole numbers"), text):
         with pytest.raises(DwindleError, match=said):
             model(wrong)
-    with pytest.raises(DwindleError, match="prompt has 25 characters"):
+    with pytest.raises(DwindleError, match="prompt has 25 tokens"):
         generate(model, ids_for(1, 25), 3)
     with pytest.raises(DwindleError, match="prompt is empty"):
         generate(model, ids_for(1, 0), 3)
@@ -254,3 +254,19 @@ def test_inputs_that_cannot_work():
         LMSize(10, width=30, heads=6)
     with pytest.raises(DwindleError, match="no router"):
         adapt_lm(CharLM(SIZE), "TSA")
+
+
+@torch.no_grad()
+def test_a_step_for_several_sequences_asks_who_runs_only_where_that_can_pay(monkeypatch):
+    """A small model's step of three tokens computes all rows; of one token, and of a larger model, it does not."""
+    model, gathered = build(TSA(tau=1.0)), []  # nobody runs but the first block
+    monkeypatch.setattr("dwindle.models.lm.execute._packed", lambda *inputs: gathered.append(1) or inputs[1])
+
+    def gathers(rows):
+        gathered.clear()
+        model(ids_for(rows, 1), "packed", Cache())
+        return len(gathered) == model.backbone.shape.blocks - 1
+
+    assert gathers(1) and not gathers(3) and not gathered
+    monkeypatch.setattr("dwindle.models.lm.execute.WORTH_GATHERING", 2 * model.backbone.shape.row_macs)
+    assert gathers(3)

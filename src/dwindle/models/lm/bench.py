@@ -45,10 +45,12 @@ def bench_lm(
     dtype: str = "fp32",
     seconds: float = 4.0,
     ids: Tensor | None = None,
+    context: int | None = None,
     compiled: bool = True,
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Times the static and the adaptive model on windows of its context, for each batch size and share of token-blocks.
+    """Times the static and the adaptive model on windows of `context` tokens (None: the model's), for each batch size
+    and share of token-blocks.
 
     A forced share replaces only the router's decisions: its gates run and are timed. ids: a text (N,); adds a row with
     the router's own decisions on it. compiled: both models run compiled code.
@@ -56,6 +58,7 @@ def bench_lm(
     place = torch.device(device)
     model = model.eval().to(place, DTYPES[dtype])
     shape = model.backbone.shape
+    context = context or shape.context
     static: Callable[[Tensor], Tensor] = _logits(model.lm)
     adaptive: Callable[..., LMOutput] = partial(model, layout="packed")
     if compiled:
@@ -65,13 +68,13 @@ def bench_lm(
     # Compiled code is for one batch size: from the second size on torch would compile code for any size.
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False) if compiled else nullcontext():
         for batch in batches:
-            size = (batch, shape.context)
+            size = (batch, context)
             drawn = torch.randint(0, shape.vocabulary, size, generator=torch.Generator().manual_seed(0)).to(place)
             jobs: list[tuple[str, Tensor, Tensor | None]] = [
                 ("forced", drawn, forced_keep(shape.blocks, size, f).to(place)) for f in fractions
             ]
-            if ids is not None and len(ids) >= batch * shape.context:
-                jobs.append(("own", ids[: batch * shape.context].view(size).long().to(place), None))
+            if ids is not None and len(ids) >= batch * context:
+                jobs.append(("own", ids[: batch * context].view(size).long().to(place), None))
             for kind, x, keep in jobs:
                 trace = model(x, keep=keep).trace
                 saved, macs = tlops_saved(trace).mean().item(), model.macs_saved(trace).mean().item()
@@ -79,11 +82,11 @@ def bench_lm(
                     [partial(static, x), partial(adaptive, x, keep=keep)], seconds, place
                 )
                 row = _row(static_ms, adaptive_ms, saved, macs) | {"batch": batch, "decisions": kind}
-                row["tokens_per_s"] = round(batch * shape.context / row["adaptive_ms"] * 1e3)
+                row["tokens_per_s"] = round(batch * context / row["adaptive_ms"] * 1e3)
                 rows.append(row)
                 if progress:
                     progress(row)
-    return {"rows": rows, "context": shape.context} | _conditions(place, dtype)
+    return {"rows": rows, "context": context} | _conditions(place, dtype)
 
 
 @torch.inference_mode()
@@ -95,7 +98,7 @@ def bench_generation(
     dtype: str = "fp32",
     seconds: float = 4.0,
 ) -> dict[str, Any]:
-    """Times writing `length` characters after 16 random ones, in alternation: by the model without its router (static),
+    """Times writing `length` tokens after 16 random ones, in alternation: by the model without its router (static),
     with it and every update computed (all), and skipping. The last two write the same text. `speedup`: all / skipping.
     """
     place = torch.device(device)

@@ -14,10 +14,11 @@ def lm_card(config: dict[str, Any], name: str) -> str:
     """The card in Markdown, from a checkpoint's config alone. name: the checkpoint's."""
     extra, method, size = config.get("extra", {}), config["method"], config["backbone"]["options"] or {}
     results, data = extra.get("results", {}), extra.get("data", {})
+    unit = "token" if "tokenizer_sha256" in config else "character"
     lines = [
         "---",
         "library_name: dwindle",
-        "tags: [dwindle, text-generation, character-level, adaptive-computation]",
+        f"tags: [dwindle, text-generation, {unit}-level, adaptive-computation]",
         "---",
         f"# {name}",
         "",
@@ -36,7 +37,8 @@ def lm_card(config: dict[str, Any], name: str) -> str:
             "|---" * len(columns) + "|",
             f"| {' | '.join(f'{results[key]:.4f}' for key in columns)} |",
             "",
-            "Validation text; loss in nats per character, bpc in bits; TLOps and MACs as shares of the static model's.",
+            f"Validation text; loss in nats per {unit}, bpc in bits per character; TLOps and MACs as shares of the "
+            "static model's.",
             "",
         ]
     notes = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,8 @@ import typer
 from ...core.method import require
 from ...errors import DwindleError, unknown
 from ...io.checkpoint import save
-from ...io.text import Vocabulary, open_text
+from ...io.text import Text, Vocabulary, open_text
+from ...io.tokenizer import Tokenizer
 from ...settings import Share, checked_value
 from ...show.drawing import file_stems
 from ...show.running import shared
@@ -42,18 +42,20 @@ from ...show.terminal import (
 )
 from .bench import bench_generation, bench_lm, compilable
 from .difficulty import difficulty
-from .evaluate import affordable
+from .evaluate import affordable, rivals
 from .evaluate import evaluate as measure
 from .execute import LAYOUTS, AdaptiveLM
 from .generate import generate as write
-from .load import load_lm, own_text, vocabulary_of
+from .load import load_lm, own_context, own_text, vocabulary_of
 from .view import page
 
-PASSAGE = 2000  # characters of the model's own text that `view` shows where no file is given
+PASSAGE = 2000  # tokens of the model's own text that `view` shows where no file is given
+Data = Annotated[str | None, typer.Option(help="shakespeare, enwik8 or a text file; by itself its own.")]
+Context = Annotated[int | None, typer.Option(help="Tokens of a window; by itself as many as it learnt from.")]
 
 
-def _opened(checkpoint: str, tau: float | None) -> tuple[AdaptiveLM, Vocabulary]:
-    """The model of a checkpoint, with its router's tau set if one is given, and its vocabulary."""
+def _opened(checkpoint: str, tau: float | None) -> tuple[AdaptiveLM, Vocabulary | Tokenizer]:
+    """The model of a checkpoint, with its router's tau set if one is given, and its vocabulary or tokenizer."""
     model = load_lm(checkpoint)
     if tau is not None:
         checked_value(tau, Share, "--tau", "a router")
@@ -66,13 +68,30 @@ def _opened(checkpoint: str, tau: float | None) -> tuple[AdaptiveLM, Vocabulary]
     return model, vocabulary_of(model)
 
 
+def _text(
+    model: AdaptiveLM, vocabulary: Vocabulary | Tokenizer, data: str | None, context: int | None
+) -> tuple[Text, dict[str, Any]]:
+    """The text of --data, or the model's own, and options of `evaluate` for it."""
+    most = model.backbone.shape.context
+    fits = context is None or 1 <= context <= most
+    require(fits, f"--context {context}", f"the model's windows have from 1 to {most} tokens")
+    text = open_text(data or own_text(model), vocabulary)
+    options = {"name": text.name, "context": context or own_context(model), "per_token": text.per_token}
+    return text, options
+
+
 def evaluate(
     checkpoint: Checkpoint,
-    data: Annotated[str | None, typer.Option(help="shakespeare, enwik8 or a text file; by itself its own.")] = None,
+    data: Data = None,
     layout: Layout = "packed",
     tau: Tau = None,
     batch: Batch = 64,
     limit: Limit = None,
+    context: Context = None,
+    others: Annotated[
+        bool,
+        typer.Option("--rivals", help="Beside it the same model without a router, and with as many skips by chance."),
+    ] = False,
     device: Device = None,
 ) -> None:
     """Loss, and what was saved."""
@@ -80,17 +99,26 @@ def evaluate(
         raise unknown("layout", layout, LAYOUTS)
     check_loading(batch, limit)
     model, vocabulary = _opened(checkpoint, tau)
-    name = data or own_text(model)
-    text = open_text(name, vocabulary)
-    run = partial(measure, model, text.test, layout=layout, batch=batch, limit=limit, name=name)
-    total = limit or (len(text.test) - 1) // model.backbone.shape.context
-    found = shared(lambda place, progress: run(device=place, progress=progress), total, device)
+    text, options = _text(model, vocabulary, data, context)
+    options |= {"layout": layout, "batch": batch, "limit": limit}
+
+    def run(place: Any, progress: Any) -> dict[str, Any]:
+        found = measure(model, text.test, device=place, progress=progress, **options)
+        beside = rivals(model, found, text.test, device=place, progress=progress, **options) if others else {}
+        return found | {"rivals": beside}
+
+    total = (limit or (len(text.test) - 1) // options["context"]) * (4 if others else 1)
+    found = shared(run, total, device)
     if found is None:
         return
-    result = {key: round(found[key], 6) for key in ("loss", "bpc", "tlops_saved", "macs_saved")}
+    shown = ("loss", "bpc", "tlops_saved", "macs_saved")
+    result: dict[str, Any] = {key: round(found[key], 6) for key in shown}
     result["tau"] = getattr(model.method, "tau", None)
-    columns = [*result, "tokens_per_s"]
-    show_table(f"{checkpoint} on {name} ({layout})", columns, [[*result.values(), found["tokens_per_s"]]])
+    rows = [{"router": type(model.method).__name__, **result, "tokens_per_s": found["tokens_per_s"]}]
+    for name, rival in found["rivals"].items():
+        result[name] = {key: round(rival[key], 6) for key in shown}
+        rows.append({"router": name, **result[name], "tau": "", "tokens_per_s": rival["tokens_per_s"]})
+    show_rows(f"{checkpoint} on {text.name} ({layout})", [*rows[0]], rows)
     finish(result)
 
 
@@ -104,8 +132,9 @@ def bench(
         str | None, typer.Option(help="A text for the router's own decisions; by itself the model's.")
     ] = None,
     generate: Annotated[
-        int | None, typer.Option(help="Time writing so many characters instead, with skipping and without.")
+        int | None, typer.Option(help="Time writing so many tokens instead, with skipping and without.")
     ] = None,
+    context: Context = None,
     device: Device = None,
 ) -> None:
     """Static against adaptive. The router's own decisions are timed where there is a text for them."""
@@ -120,7 +149,7 @@ def bench(
         return finish(made)
     ids = None
     try:
-        ids = open_text(data or own_text(opened), vocabulary).val
+        ids = _text(opened, vocabulary, data, context)[0].val
     except DwindleError as error:
         if data is not None:
             raise
@@ -135,30 +164,31 @@ def bench(
             dtype,
             seconds,
             ids=ids,
+            context=context or own_context(opened),
             compiled=compilable(place),
             progress=lambda row: bar.advance(task),
         )
     columns = ["batch", "decisions", "fraction", "static_ms", "adaptive_ms", "speedup", "spread", "promised", "reached"]
     columns += ["promised_macs", "reached_macs"]
-    show_rows(f"{model} on {result['device']}, {dtype}, {result['context']} characters", columns, result["rows"])
+    show_rows(f"{model} on {result['device']}, {dtype}, {result['context']} tokens", columns, result["rows"])
     finish(result)
 
 
 def routing(
     checkpoint: Checkpoint,
-    data: Annotated[str | None, typer.Option(help="shakespeare, enwik8 or a text file; by itself its own.")] = None,
+    data: Data = None,
     tau: Tau = None,
     batch: Batch = 64,
     limit: Limit = None,
+    context: Context = None,
     device: Device = None,
 ) -> None:
     """On the validation text: Spearman's correlations, quarters of difficulty, kinds of character."""
     check_loading(batch, limit)
     model, vocabulary = _opened(checkpoint, tau)
-    name = data or own_text(model)
-    text = open_text(name, vocabulary)
+    text, options = _text(model, vocabulary, data, context)
     with progress_bar() as bar:
-        task = bar.add_task("asking", total=limit or (len(text.val) - 1) // model.backbone.shape.context)
+        task = bar.add_task("asking", total=limit or (len(text.val) - 1) // options["context"])
         found = difficulty(
             model,
             text.val,
@@ -166,14 +196,15 @@ def routing(
             batch=batch,
             limit=limit,
             device=device_for(device),
-            name=name,
+            name=text.name,
+            context=options["context"],
             progress=lambda count: bar.advance(task, count),
         )
     found = _rounded(found) | {"tau": getattr(model.method, "tau", None)}
     rows = [
         [by, i + 1, q["difficulty"], q["blocks"]] for by, qs in found["quartiles"].items() for i, q in enumerate(qs)
     ]
-    show_table(f"{checkpoint} on {name}, from easy to hard", ["by", "quarter", "difficulty", "blocks"], rows)
+    show_table(f"{checkpoint} on {text.name}, from easy to hard", ["by", "quarter", "difficulty", "blocks"], rows)
     columns = ["kind", "share", "blocks", "loss", "entropy", "spearman"]
     show_rows("By the character read", columns, found["kinds"])
     both = {"blocks": found["spearman"], "mean p": found["spearman_p"]}
@@ -194,20 +225,20 @@ def calibrate(
     checkpoint: Checkpoint,
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint to write.")],
     loss: Annotated[float, typer.Option(help="Percent that the loss may rise over that with nothing skipped.")] = 0.5,
-    data: Annotated[str | None, typer.Option(help="shakespeare, enwik8 or a text file; by itself its own.")] = None,
+    data: Data = None,
     batch: Batch = 64,
     limit: Limit = None,
+    context: Context = None,
     device: Device = None,
 ) -> None:
     """On training text, as much as there is to validate."""
     check_loading(batch, limit)
     model, vocabulary = _opened(checkpoint, None)
-    name = data or own_text(model)
-    text = open_text(name, vocabulary)
+    text, options = _text(model, vocabulary, data, context)
     known = text.train[: len(text.val)]
-    found = affordable(model, known, loss / 100, batch=batch, limit=limit, device=device_for(device), name=name)
-    save(model, out, extra={"calibrated": {"loss_allowed": loss / 100, "data": Path(name).name, **found}})
-    show_table(f"{checkpoint} on training text of {name}", [*found], [[*found.values()]])
+    found = affordable(model, known, loss / 100, batch=batch, limit=limit, device=device_for(device), **options)
+    save(model, out, extra={"calibrated": {"loss_allowed": loss / 100, "data": Path(text.name).name, **found}})
+    show_table(f"{checkpoint} on training text of {text.name}", [*found], [[*found.values()]])
     finish(found | {"out": str(out)})
 
 
@@ -251,9 +282,9 @@ def _read(path: Path) -> str:
 def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "\n",
-    length: Annotated[int, typer.Option(help="Characters to write.")] = 500,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest character.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Only among the K likeliest characters.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens to write.")] = 500,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Only among the K likeliest tokens.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same text every time.")] = None,
     tau: Tau = None,
     device: Device = None,
@@ -261,14 +292,14 @@ def generate(
     """A text, and what was saved."""
     model, vocabulary = _opened(checkpoint, tau)
     place = device_for(device)
-    ids = vocabulary.encode(prompt, "The prompt").long()[None].to(place)
+    ids = vocabulary.encode_prompt(prompt).long()[None].to(place)
     begin = time.perf_counter()
     made = write(model.to(place), ids, length, temperature=temperature, top_k=top_k, seed=seed)
     seconds = time.perf_counter() - begin
     text = vocabulary.decode(made.ids[0])
     console.print(text, markup=False, soft_wrap=True)
     saved = 1 - made.live.double().mean().item()
-    result: dict[str, Any] = {"text": text, "characters": length, "tlops_saved": round(saved, 4)}
+    result: dict[str, Any] = {"text": text, vocabulary.unit: length, "tlops_saved": round(saved, 4)}
     result |= {"tau": getattr(model.method, "tau", None), "tokens_per_s": round(length / seconds, 1)}
     if place.startswith("cuda"):
         result["device"] = torch.cuda.get_device_name(torch.device(place))

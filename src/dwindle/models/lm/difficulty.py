@@ -16,6 +16,7 @@ from torch import Tensor
 from ...core.method import wide
 from ...errors import DwindleError
 from ...io.text import Vocabulary, windows
+from ...io.tokenizer import Tokenizer
 from .execute import AdaptiveLM
 
 KINDS = ("newline", "space", "lower case", "upper case", "digit", "punctuation", "other")
@@ -42,20 +43,21 @@ def unskipped(model: AdaptiveLM) -> Iterator[None]:
 def difficulty(
     model: AdaptiveLM,
     ids: Tensor,
-    vocabulary: Vocabulary,
+    vocabulary: Vocabulary | Tokenizer,
     *,
     batch: int = 64,
     limit: int | None = None,
     device: str | torch.device = "cpu",
     name: str = "the text",
+    context: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Spearman's correlations of blocks run with difficulty, quartiles of difficulty and kinds of character, over
-    windows of the model's context."""
+    windows of `context` tokens (None: of the model's)."""
     place = torch.device(device)
     model = model.eval().to(place)
     read, ran, soft, loss, entropy = [], [], [], [], []
-    for x, y in windows(ids, model.backbone.shape.context, batch, name, limit):
+    for x, y in windows(ids, context or model.backbone.shape.context, batch, name, limit):
         x, y = x.to(place), y.to(place)
         ran.append(model(x).trace.live.sum(0).flatten().cpu())
         with unskipped(model):
@@ -106,7 +108,7 @@ def kind_of(piece: str) -> str:
     return next((kind for kind, holds in zip(KINDS, (*tests, plain)) if holds), KINDS[-1])
 
 
-def _kinds_of(characters: Tensor, vocabulary: Vocabulary) -> Tensor:
+def _kinds_of(characters: Tensor, vocabulary: Vocabulary | Tokenizer) -> Tensor:
     """(n,) the index in KINDS of each character's kind."""
     kinds = torch.tensor([KINDS.index(kind_of(vocabulary.decode([i]))) for i in range(len(vocabulary))])
     return kinds[characters.long()]

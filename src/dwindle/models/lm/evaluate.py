@@ -17,6 +17,10 @@ from ...core.method import require
 from ...errors import DwindleError
 from ...io.text import windows
 from .execute import AdaptiveLM, tlops_saved
+from .routing import Control, Random, Router, Static
+from .tsa import TSA
+
+LOGITS = 1 << 28  # of one batch, which is cut to so many: a batch of 64 windows has gigabytes of a tokenizer's
 
 
 @torch.inference_mode()
@@ -31,12 +35,14 @@ def evaluate(
     name: str = "the text",
     amp: bool = False,
     context: int | None = None,
+    per_token: float = 1.0,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Metrics over windows of the model's context; `rates` and `means`: each block's share of skips, and its mean p.
 
     context: shorter windows, of so many tokens. limit: only so many windows. amp: bf16 autocast, as in training on a
-    GPU. Several processes share the windows, and each returns the metrics over all of them.
+    GPU. per_token: characters of one token, so that `bpc` is bits per character with a tokenizer too. Several processes
+    share the windows, and each returns the metrics over all of them.
     """
     place = torch.device(device)
     model = model.eval().to(place)
@@ -45,6 +51,7 @@ def evaluate(
     skipped, probability = (torch.zeros(blocks, dtype=torch.float64, device=place) for _ in range(2))
     count, begin = 0, time.perf_counter()
     context = context or model.backbone.shape.context
+    batch = min(batch, max(LOGITS // (context * model.backbone.shape.vocabulary), 1))
     for x, y in windows(ids, context, batch, name, limit, ranks.rank(), ranks.world()):
         x, y = x.to(place, non_blocking=True), y.to(place, non_blocking=True)
         with torch.autocast(place.type, torch.bfloat16, enabled=amp):
@@ -67,7 +74,7 @@ def evaluate(
         raise DwindleError(f"The loss on {name} is {loss_}: the model's weights are damaged; take another copy.")
     return {
         "loss": loss_,
-        "bpc": loss_ / math.log(2),
+        "bpc": loss_ / math.log(2) / per_token,
         "tlops_saved": tlops,
         "macs_saved": macs,
         "rates": (skipped / count).tolist(),
@@ -75,6 +82,19 @@ def evaluate(
         "tokens_per_s": round(sum(speeds), 1),
         "windows": count,
     }
+
+
+def rivals(model: AdaptiveLM, found: dict[str, Any], ids: Tensor, **options: Any) -> dict[str, dict[str, Any]]:
+    """`evaluate` of the same weights without the router ("static"), with as many tokens of each block skipping by
+    chance ("random"), and of TSA's the same with its p scaling those that run ("control"). found: the router's result.
+    """
+    rates = tuple(found["rates"])
+    others: dict[str, Router] = {"static": Static(), "random": Random(rates, model.method.keys)}
+    if isinstance(model.method, TSA):
+        others["control"] = Control(model.method, "layer", rates)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # of what the control draws
+        return {name: evaluate(AdaptiveLM(model.lm, other), ids, **options) for name, other in others.items()}
 
 
 def calibrate(model: AdaptiveLM, ids: Tensor, saved: float, steps: int = 12, **options: Any) -> float:

@@ -75,6 +75,7 @@ class AdaptiveLM(nn.Module):
         method.bind(self.backbone.shape)
         self.lm, self.method = lm, method
         self.extra: dict[str, Any] = {}
+        self.tokenizer: bytes | None = None  # the content of its tokenizer.json, which `save` writes beside the weights
         self.compiled: dict[Any, Callable[..., Tensor]] = {}  # key: (function, training)
 
     @property
@@ -164,7 +165,8 @@ class AdaptiveLM(nn.Module):
             # Only the cache needs the depth; a constant 0 lets one compiled function serve all blocks.
             cache_depth = depth if cache else 0
             scale, weight = (None, None) if gate is None else (gate.scale, gate.weight)
-            rows = None if gate is None or layout == "masked" else gate.keep.flatten().nonzero()[:, 0]  # (T,)
+            whole = layout == "masked" or (cache is not None and self._never_gathers(ids.numel()))
+            rows = None if gate is None or whole else gate.keep.flatten().nonzero()[:, 0]  # (T,)
             inputs = (block, x, scale, weight, rotary, cache, cache_depth)
             if rows is None or len(rows) == ids.numel() or (cache and self._too_few_to_gather(len(rows), ids.numel())):
                 x = self._compiled_or_plain(_masked, cache)(*inputs)
@@ -186,6 +188,11 @@ class AdaptiveLM(nn.Module):
     def _too_few_to_gather(self, rows: int, all_rows: int) -> bool:
         """Whether, in a step of generation, computing all rows is faster than gathering those that run."""
         return rows > 0 and (all_rows - rows) * self.backbone.shape.row_macs < WORTH_GATHERING
+
+    def _never_gathers(self, all_rows: int) -> bool:
+        """Whether, in a step of generation for several sequences, even the skips of nearly all rows save less than
+        asking who runs costs. A single row either runs or leaves out the whole block, which pays."""
+        return all_rows > 1 and self._too_few_to_gather(1, all_rows)
 
     def _compiled_or_plain(self, run: Callable[..., Tensor], cache: Cache | None) -> Callable[..., Tensor]:
         """The compiled form of a block's function, where there is one and no cache: with a cache the sizes change at

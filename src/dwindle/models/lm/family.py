@@ -10,7 +10,7 @@ from torch import nn
 from ...core.registry import Family
 from .card import lm_card
 from .execute import AdaptiveLM
-from .load import routed
+from .load import FOLDER, plain_config, routed
 
 
 class LanguageModels(Family):
@@ -25,7 +25,10 @@ class LanguageModels(Family):
         "calibrate": "Set a language model's operating point to the one that saves most within a loss, and save it.",
         "generate": "Write text with a language model, skipping blocks token by token.",
     }
-    backbones = ("charlm", "hf_lm")
+    backbones = ("charlm", "hf_lm", FOLDER)
+
+    def foreign(self, config: dict[str, Any]) -> dict[str, Any] | None:
+        return plain_config(config)
 
     def describe(self, model: AdaptiveLM) -> dict[str, Any]:
         backbone = {"family": model.backbone.family, **model.backbone.describe()}

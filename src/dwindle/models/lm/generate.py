@@ -49,10 +49,10 @@ def generate(
     require(seed is None or 0 <= seed < 2**63, f"seed = {seed}", "it must lie in [0, 2^63)")
     context = model.backbone.shape.context
     if not prompt.numel():
-        raise DwindleError("The prompt is empty; give it at least one character.")
+        raise DwindleError("The prompt is empty; give it at least one token.")
     if prompt.shape[1] > context:
         raise DwindleError(
-            f"The prompt has {prompt.shape[1]} characters, the model's context holds {context}; shorten the prompt."
+            f"The prompt has {prompt.shape[1]} tokens, the model's context holds {context}; shorten the prompt."
         )
     generator = torch.Generator()
     generator.manual_seed(seed) if seed is not None else generator.seed()

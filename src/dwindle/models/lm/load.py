@@ -11,13 +11,18 @@ from torch import nn
 
 from ...errors import DwindleError, unknown
 from ...io.checkpoint import by_config, check_fit, check_method, filled, load_as, planned, read_both
-from ...io.config import CONFIG
+from ...io.config import CONFIG, FORMAT
+from ...io.encoders import hugging_face_model
 from ...io.text import Vocabulary
+from ...io.tokenizer import TOKENIZER, Tokenizer, read_tokenizer
 from ...settings import checked
 from .execute import AdaptiveLM, adapt_lm
-from .hf import rebuild
+from .hf import KINDS, rebuild
 from .model import CharLM, LMSize
 from .routing import Router, Static
+
+FOLDER = "hf_folder"  # stands in the config for a folder in Hugging Face's own format
+LONGEST = 1024  # tokens of a window, where the model's context is longer and none is given
 
 
 def load_lm(source: str | os.PathLike, *, lm: nn.Module | None = None) -> AdaptiveLM:
@@ -29,6 +34,8 @@ def load_lm(source: str | os.PathLike, *, lm: nn.Module | None = None) -> Adapti
 def routed(folder: Path, config: dict[str, Any], lm: Any) -> AdaptiveLM:
     """The language model and its router from a checkpoint's folder and config. lm: as for `load_lm`."""
     backbone, method = config["backbone"], config["method"]
+    if backbone["family"] == FOLDER:
+        return _plain(folder, config, lm)
     if method["name"] not in Router.registry:
         raise unknown("router", method["name"], Router.registry, hint=f"{folder / CONFIG} was saved with it")
     weights = read_both(folder, config)
@@ -51,7 +58,28 @@ def routed(folder: Path, config: dict[str, Any], lm: Any) -> AdaptiveLM:
     check_method(make_router, twin.backbone.shape, parts["method"], folder)
     with by_config(folder):
         model = adapt_lm(_rebuild(backbone) if lm is None else lm, make_router())
+    model.tokenizer = read_tokenizer(folder, config)
     return filled(model, parts, folder)
+
+
+def plain_config(config: dict[str, Any]) -> dict[str, Any] | None:
+    """Our config for that of a Hugging Face causal language model; None where it is of none that can be adapted."""
+    named = config.get("architectures")
+    kind = next((name for name in named if name in KINDS), None) if isinstance(named, list) else None
+    if kind is None:
+        return None
+    backbone = {"family": FOLDER, "model": kind, "options": None}
+    method: dict[str, Any] = {"name": "Static", "options": {}}
+    return {"format": FORMAT, "library": "dwindle", "backbone": backbone, "method": method, "saved": "all", "extra": {}}
+
+
+def _plain(folder: Path, config: dict[str, Any], lm: Any) -> AdaptiveLM:
+    """The untouched model of a folder in Hugging Face's format, in float32: nothing of it is skipped."""
+    if lm is not None:
+        raise DwindleError(f"{folder} holds a whole language model of Hugging Face's; load it without another.")
+    model = adapt_lm(hugging_face_model(folder).float(), Static())
+    model.tokenizer = read_tokenizer(folder, config)
+    return model
 
 
 def _rebuild(backbone: dict[str, Any]) -> Any:
@@ -61,11 +89,22 @@ def _rebuild(backbone: dict[str, Any]) -> Any:
     return rebuild(backbone)
 
 
-def vocabulary_of(model: AdaptiveLM) -> Vocabulary:
-    """The vocabulary that the model's checkpoint names: which character each id stands for."""
+def vocabulary_of(model: AdaptiveLM) -> Vocabulary | Tokenizer:
+    """What the model's tokens mean: the characters that its checkpoint names, or its tokenizer."""
+    known = model.backbone.shape.vocabulary
+    if model.tokenizer is not None:
+        tokenizer = Tokenizer(model.tokenizer)
+        if len(tokenizer) > known:
+            raise DwindleError(
+                f"The checkpoint's {TOKENIZER} has {len(tokenizer)} tokens, and its model knows {known}; put the "
+                "tokenizer that belongs to it there."
+            )
+        return tokenizer
     if "vocabulary" not in model.extra:
-        raise DwindleError("This checkpoint does not say what its tokens mean; use it from Python, with its tokenizer.")
-    characters, known = model.extra["vocabulary"], model.backbone.shape.vocabulary
+        raise DwindleError(
+            f"This checkpoint does not say what its tokens mean; put its {TOKENIZER} beside its weights."
+        )
+    characters = model.extra["vocabulary"]
     vocabulary = Vocabulary(characters)
     if len(vocabulary) != known or (characters and list(characters) != sorted(set(characters))):
         raise DwindleError(
@@ -81,3 +120,11 @@ def own_text(model: AdaptiveLM) -> str:
     if not isinstance(name, str):
         raise DwindleError("This checkpoint does not say what text it learnt from; name one with --data.")
     return name
+
+
+def own_context(model: AdaptiveLM) -> int:
+    """Tokens of a window where none are asked for: as many as the router learnt from, or else the model's context, of
+    which the first LONGEST are enough."""
+    shape = model.backbone.shape
+    learnt = model.extra.get("recipe", {}).get("context")
+    return learnt if isinstance(learnt, int) and 1 <= learnt <= shape.context else min(shape.context, LONGEST)

@@ -154,4 +154,4 @@ class CharLM(nn.Module):
 
 def check_length(length: int, context: int) -> None:
     if length > context:
-        raise DwindleError(f"{length} characters are more than the model's context of {context}; give it fewer.")
+        raise DwindleError(f"{length} tokens are more than the model's context of {context}; give it fewer.")

@@ -67,7 +67,7 @@ class Router(nn.Module):
     paper: ClassVar[str] = ""
     # The setting that moves the cost after training: (name, cheapest value, costliest value).
     operating_point: ClassVar[tuple[str, float, float] | None] = None
-    keys: str = "offered"
+    keys: Keys = "offered"
     looks_ahead: ClassVar[bool] = False  # whether decisions in training depend on later tokens
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -92,14 +92,17 @@ class LMLearner(Learner):
         super().__init__(recipe, task, device)
         lm = recipe.make_lm(task.outputs) if recipe.weights is None else self._loaded_lm(recipe.weights)
         self.model = adapt_lm(lm.requires_grad_(not recipe.freeze_backbone), recipe.make_router()).to(device)
+        self.model.tokenizer = getattr(task.text.vocabulary, "content", None)
         self.recording = device.type == "cuda" and recipe.compile is not False
 
     def _loaded_lm(self, weights: str) -> Any:
         """The language model of a checkpoint; refused unless it has the text's vocabulary and a long enough context."""
         loaded = load_lm(weights)
         shape, known = loaded.backbone.shape, self.task.outputs
+        # Models often have more rows than their tokenizer has tokens, for speed.
+        same = shape.vocabulary >= known if loaded.tokenizer is not None else shape.vocabulary == known
         for fits, name, own in (
-            (shape.vocabulary == known, "vocabulary", f"the text has {known}"),
+            (same, "vocabulary", f"the text has {known}"),
             (shape.context >= self.recipe.context, "context", f"the recipe asks for {self.recipe.context}"),
         ):
             require(fits, f"weights = {weights}", f"its {name} is {getattr(shape, name)}, and {own}")
@@ -147,6 +150,7 @@ class LMLearner(Learner):
             "limit": recipe.eval_windows,
             "device": self.device,
             "name": self.task.text.name,
+            "per_token": self.task.text.per_token,
         }
         return options | {"batch": max(recipe.batch, 256 if gpu else 32), "amp": recipe.amp and gpu}
 
