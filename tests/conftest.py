@@ -31,15 +31,26 @@ def bf16_on_cpu():
         pytest.skip("this CPU does not multiply in bf16")
 
 
-@pytest.fixture(autouse=True)
-def few_graphs(request, monkeypatch):
-    """Recording a graph for a CPU takes seconds: prepared models run packed, but in tests marked `graphs`."""
-    if request.node.get_closest_marker("graphs") is not None:
-        pytest.importorskip("onnxruntime", reason="extra `onnx` is not installed")
-        return
+NO_GRAPHS = "a test without the mark `graphs`"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def recorded_graphs():
+    """Recording a graph for a CPU takes seconds: prepared models run packed, fixtures of whole files included. Gives
+    the way back, for tests marked `graphs`."""
     from dwindle.runtime import cpu
 
-    monkeypatch.setattr(cpu, "refusal", lambda model: "a test without the mark `graphs`")
+    refusal = cpu.refusal
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "refusal", lambda model: NO_GRAPHS)
+        yield refusal
+
+
+@pytest.fixture(autouse=True)
+def few_graphs(request, monkeypatch, recorded_graphs):
+    if request.node.get_closest_marker("graphs") is not None:
+        pytest.importorskip("onnxruntime", reason="extra `onnx` is not installed")
+        monkeypatch.setattr("dwindle.runtime.cpu.refusal", recorded_graphs)
 
 
 @pytest.fixture

@@ -135,19 +135,19 @@ def test_commands_and_flags_are_frozen():
         "eval": [
             *("CHECKPOINT", "--data", "--layout", "--threshold", "--batch", "--limit", "--workers", "--holdout"),
             *("--skip-corrupt", "--device", "--dtype", "--tau", "--tokens", "--depth", "--width", "--exit"),
-            *("--exits", "--policy"),
+            *("--exits", "--policy", "--rivals", "--context"),
         ],
         "bench": [
             *("MODEL", "--batch", "--fraction", "--dtype", "--seconds", "--static", "--data", "--device"),
-            *("--generate", "--exit", "--exits"),
+            *("--generate", "--exit", "--exits", "--context"),
         ],
         "view": ["CHECKPOINT", "IMAGES", "--out", "--threshold", "--device", "--tau"],
         "report": ["RUN", "--out", "--data", "--against", "--limit", "--batch", "--device"],
         "export": ["CHECKPOINT", "--to", "--out", "--budget", "--seconds"],
         "quantize": ["CHECKPOINT", "--out", "--data", "--budget", "--limit", "--batch", "--seconds"],
         "predict": ["CHECKPOINT", "--data", "--out", "--batch", "--workers", "--limit", "--device", "--dtype"],
-        "routing": ["CHECKPOINT", "--data", "--tau", "--batch", "--limit", "--device"],
-        "calibrate": ["CHECKPOINT", "--out", "--loss", "--data", "--batch", "--limit", "--device"],
+        "routing": ["CHECKPOINT", "--data", "--tau", "--batch", "--limit", "--context", "--device"],
+        "calibrate": ["CHECKPOINT", "--out", "--loss", "--data", "--batch", "--limit", "--context", "--device"],
         "generate": ["CHECKPOINT", "--prompt", "--length", "--temperature", "--top-k", "--seed", "--tau", "--device"],
         "grid": [
             *("CHECKPOINT", "--data", "--out", "--between", "--seconds", "--dtype", "--batch", "--limit", "--device"),
