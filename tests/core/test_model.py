@@ -18,6 +18,7 @@ from torch import nn
 import dwindle
 from dwindle.errors import DwindleError
 from dwindle.evaluate.evaluate import set_operating_point
+from shared.tally import SLOW
 from shared.tiny import BACKBONES, METHODS, build, images_for
 
 
@@ -281,7 +282,7 @@ def test_a_model_goes_to_another_process():
     other.join()
 
 
-@pytest.mark.parametrize("method", ["AHT_merge", "AViT"])
+@pytest.mark.parametrize("method", ["AHT_merge", "AViT"] if SLOW else ["AHT_merge"])
 def test_training_compiled_is_training(method):
     model = build("vit", METHODS[method]()).train()
     images, labels, twin = images_for(model), torch.arange(5), copy.deepcopy(model)

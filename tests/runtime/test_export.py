@@ -85,7 +85,7 @@ def test_rows_are_moved_where_it_pays(monkeypatch):
 
 
 # A graph takes some seconds to trace and to write: those of the others, which decide in like ways, with DWINDLE_SLOW=1.
-WRITTEN = [*METHODS] if SLOW else ["AHT_rest", "ACT", "ToMe"]
+WRITTEN = [*METHODS] if SLOW else ["AHT_rest", "ToMe"]
 
 
 @pytest.mark.parametrize("method", WRITTEN)

@@ -12,10 +12,11 @@ from torch import nn
 
 import dwindle
 from dwindle.evaluate.evaluate import calibrate, evaluate
+from shared.tally import SLOW
 from shared.tiny import BACKBONES, METHODS, build, images_for
 
 
-@pytest.fixture(params=["vit", "layerscale", "hf_vit"])
+@pytest.fixture(params=["vit", "layerscale", "hf_vit"] if SLOW else ["hf_vit"])
 def model(request):
     return build(request.param, METHODS["AHT"]())
 

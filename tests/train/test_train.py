@@ -18,6 +18,7 @@ from dwindle.train.build import build_vit, parameter_groups
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe, changed
 from dwindle.train.teacher import CacheBudget, TeacherCache
+from shared.tally import SLOW
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def train(recipe, data, out, **options) -> Run:
     return run
 
 
-@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("resident", [False, True] if SLOW else [True])
 def test_a_killed_run_resumes_to_the_same_weights(data, tmp_path, resident):
     recipe = small(epochs=3, ema=0.9, resident=resident, teacher="static")
     whole = train(recipe, data, tmp_path / "whole")
@@ -242,7 +243,7 @@ def test_a_teacher_is_asked_once_for_runs_on_the_same_batches(method, data, tmp_
     assert answers.get(0, ("logits",)) is not None
 
 
-@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("resident", [False, True] if SLOW else [False])
 def test_batches_come_again_and_the_teacher_is_asked_once(resident, data, tmp_path, monkeypatch):
     recipe = small(teacher="static", mixup=0.2, epochs=5, views=2, resident=resident)
     asked = {}
@@ -337,7 +338,8 @@ def test_a_recorded_step_is_the_eager_one(method, data, tmp_path):
 
 @pytest.mark.usefixtures("bf16_on_cpu")
 @pytest.mark.parametrize(
-    "options", [{}, {"method": "AViT", "method_options": {"target_depth": 3.0}}, {"teacher": "static"}]
+    "options",
+    [{"teacher": "static"}, *([{}, {"method": "AViT", "method_options": {"target_depth": 3.0}}] if SLOW else [])],
 )
 def test_bf16_on_a_cpu_learns_as_float32_does_and_resumes_to_the_same_weights(data, tmp_path, options):
     first = {}
