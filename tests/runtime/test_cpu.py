@@ -81,6 +81,22 @@ def test_resampling_is_left_to_the_runtime(monkeypatch):
 
 
 @graphs
+def test_no_session_spins():
+    """Threads that spin after a call take a core from all others: on two cores torch took 1.6 times as long."""
+    options = onnx_graph.opened(onnx_graph._static_graph(nn.Flatten(), torch.zeros(1, 4, 4))).get_session_options()
+    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+
+
+@graphs
+@torch.no_grad()
+def test_openvino_answers_as_the_model():
+    pytest.importorskip("openvino", reason="extra `openvino` is not installed")
+    vit, images = build("vit", METHODS["ToMe"]()).unwrap(), torch.randn(2, 3, 32, 32)
+    found = onnx_graph.static_in_openvino(vit, images)(images)
+    torch.testing.assert_close(found, vit(images), atol=1e-4, rtol=1e-4)
+
+
+@graphs
 @torch.no_grad()
 def test_an_answer_says_what_it_leaves_out():
     model = build("vit", METHODS["AHT"]())

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -79,13 +80,15 @@ def variants_on(place: torch.device, dtype: str) -> tuple[str, ...]:
     """The variants of the static model that this machine can run; see `static_calls`."""
     if place.type == "cuda":
         return "eager", "graph", "compile"
-    return ("eager",) if dtype != "fp32" or onnx_graph.missing() else ("eager", "onnxruntime")
+    if dtype != "fp32" or onnx_graph.missing():
+        return ("eager",)
+    return ("eager", "onnxruntime", *(["openvino"] if find_spec("openvino") else []))
 
 
 def static_calls(model: AdaptiveViT, images: Tensor, variants: Sequence[str]) -> dict[str, Callable[[], Any]]:
     """Calls of the wrapped model itself, without Dwindle, by variant.
 
-    'eager', 'graph' (a CUDA graph), 'onnxruntime' (on a CPU), 'compile' (torch.compile, max-autotune).
+    'eager', 'graph' (a CUDA graph), 'onnxruntime' and 'openvino' (on a CPU), 'compile' (torch.compile, max-autotune).
     """
     with torch.inference_mode(False):  # a recording must read plain tensors
         vit = copy.deepcopy(model).unwrap().requires_grad_(False)
@@ -99,6 +102,8 @@ def static_calls(model: AdaptiveViT, images: Tensor, variants: Sequence[str]) ->
         calls["graph"] = replay
     if "onnxruntime" in variants:
         calls["onnxruntime"] = partial(onnx_graph.static(vit, images), images)
+    if "openvino" in variants:
+        calls["openvino"] = partial(onnx_graph.static_in_openvino(vit, images), images)
     if "compile" in variants:
         # Kernels for one batch size: those for any size are slower and would make the baseline too weak.
         calls["compile"] = partial(torch.compile(vit, mode="max-autotune", dynamic=False), images)

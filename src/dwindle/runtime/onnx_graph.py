@@ -190,6 +190,8 @@ def opened(source: str | bytes, threads: int | None = None, weights: Mapping[str
     options.log_severity_level = 3  # errors only; warnings are for onnxruntime's developers
     # The attention to a masked key is a denormal number, with which CPUs compute slowly: it is set to 0.
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
+    # Threads that wait for work by spinning take a core from torch, and from other sessions, after every call.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if weights:
         values = [onnxruntime.OrtValue.ortvalue_from_numpy(value.detach().numpy()) for value in weights.values()]
         options.add_external_initializers(list(weights), values)
@@ -217,13 +219,34 @@ class _Static(nn.Module):
         return logits
 
 
-def static(vit: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
-    """The wrapped model in onnxruntime, as a function from images of this size to logits."""
+def _static_graph(vit: nn.Module, images: Tensor) -> bytes:
     with torch.inference_mode(False):
         two = images.new_zeros(2, *images.shape[1:])
-    graph = onnx_model(program(_Static(vit).eval(), two), ["images"], ["logits"])
-    session = opened(serialized(graph))
+    return serialized(onnx_model(program(_Static(vit).eval(), two), ["images"], ["logits"]))
+
+
+def static(vit: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
+    """The wrapped model in onnxruntime, as a function from images of this size to logits."""
+    session = opened(_static_graph(vit, images))
     return lambda images: run(session, {"images": images})[0]
+
+
+def static_in_openvino(vit: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
+    """The wrapped model in OpenVINO, as a function from images of this shape to logits; only timed, as a rival."""
+    import openvino
+
+    core = openvino.Core()
+    model = core.read_model(_static_graph(vit, images))
+    model.reshape(list(images.shape))  # for one shape it is faster than for any
+    # f32: by itself OpenVINO may compute in bf16. It binds threads to cores, which two runtimes would then share.
+    how = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        "ENABLE_CPU_PINNING": False,
+    }
+    compiled = core.compile_model(model, "CPU", how)
+    return lambda images: torch.from_numpy(compiled([images.numpy()])[0])
 
 
 def open_onnx(path: str | os.PathLike, threads: int | None = None) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 
 from ...core.method import require
 from ...core.model import LAYOUTS, AdaptiveViT
-from ...errors import unknown
+from ...errors import DwindleError, unknown
 from ...evaluate.analysis import operating_points
 from ...evaluate.bench import INT8, model_to_bench, race, some_photos
 from ...evaluate.bench import bench as time_model
@@ -116,7 +117,8 @@ def bench(
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16; int8 on a CPU.")] = "fp32",
     seconds: Seconds = 4.0,
     static: Annotated[
-        str | None, typer.Option(help="Static variants: eager, compile; on a GPU graph, on a CPU onnxruntime.")
+        str | None,
+        typer.Option(help="Of static: eager, compile; on a GPU graph; on a CPU onnxruntime, openvino."),
     ] = None,
     data: Annotated[
         str | None,
@@ -129,11 +131,16 @@ def bench(
     at_least(seconds=(seconds, 0))
     batches, fractions = numbers("--batch", batch, int), numbers("--fraction", fraction, float)
     adapted = model_to_bench(model)
-    known = ("eager", "graph", "compile") if place.startswith("cuda") else ("eager", "onnxruntime", "compile")
+    on_cpu = ("eager", "onnxruntime", "openvino", "compile")
+    known = ("eager", "graph", "compile") if place.startswith("cuda") else on_cpu
     variants = None if static is None else tuple(static.split(","))
     for variant in variants or ():
         if variant not in known:
             raise unknown(f"static variant on {place}", variant, known)
+        if variant == "openvino" and find_spec("openvino") is None:
+            raise DwindleError(
+                "--static openvino: the package openvino is not installed; pip install 'dwindle[openvino]'."
+            )
     photos = None if data is None else some_photos(adapted, data, max(batches))
     with progress_bar() as bar:
         task = bar.add_task("timing", total=len(batches) * (len(fractions) if photos is None else 1))
