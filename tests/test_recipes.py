@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 import dwindle
@@ -17,6 +15,7 @@ from dwindle.experiments.search import ranges
 from dwindle.recipes import build, data_set, find_comparison, find_recipe, papers, tables
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe, changed
+from shared.classes import write_classes
 from shared.scenes import write_scenes
 
 # The same at a size that two steps on a CPU take a moment for: twelve blocks, as the papers' models have.
@@ -30,14 +29,7 @@ RECIPES = [
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> str:
-    root, generator = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    for split in ("train", "val"):
-        for name in ("left", "right"):
-            (root / split / name).mkdir(parents=True)
-            for i in range(4):
-                pixels = generator.integers(0, 256, (40, 40, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(root / split / name / f"{i}.png")
-    return str(root)
+    return write_classes(tmp_path_factory.mktemp("data"), train=4, val=4)
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,8 @@ import warnings
 from collections import Counter
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 
@@ -26,6 +24,7 @@ from dwindle.recipes.vision import tiny_test
 from dwindle.show.figures import tradeoff
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe
+from shared.classes import write_classes
 
 STAGES = {"stages": (2, 3)}
 COMPARISON = Comparison(
@@ -55,14 +54,7 @@ def tiny_model():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> str:
-    root, generator = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    for split, count in (("train", 8), ("val", 3)):
-        for name in ("left", "right"):
-            (root / split / name).mkdir(parents=True)
-            for i in range(count):
-                pixels = generator.integers(0, 256, (40, 40, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(root / split / name / f"{i}.png")
-    return str(root)
+    return write_classes(tmp_path_factory.mktemp("data"), train=8, val=3)
 
 
 @pytest.fixture

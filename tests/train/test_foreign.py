@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 
 import dwindle
@@ -20,20 +18,14 @@ from dwindle.recipes.vision import tiny_test
 from dwindle.train.foreign import Foreign
 from dwindle.train.loop import Run
 from dwindle.train.recipe import Recipe
+from shared.classes import write_classes
 
 CNN = "test_efficientnet"
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> str:
-    root, generator = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    for split in ("train", "val"):
-        for name in ("left", "right"):
-            (root / split / name).mkdir(parents=True)
-            for i in range(4):
-                pixels = generator.integers(0, 256, (40, 40, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(root / split / name / f"{i}.png")
-    return str(root)
+    return write_classes(tmp_path_factory.mktemp("data"), train=4, val=4)
 
 
 @pytest.fixture(scope="module")
