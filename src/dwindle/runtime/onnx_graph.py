@@ -233,6 +233,11 @@ def static(vit: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
 
 def static_in_openvino(vit: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
     """The wrapped model in OpenVINO, as a function from images of this shape to logits; only timed, as a rival."""
+    if find_spec("openvino") is None:
+        raise DwindleError(
+            "The static variant openvino needs the package openvino, which is not installed: "
+            "pip install 'dwindle[openvino]'."
+        )
     import openvino
 
     core = openvino.Core()

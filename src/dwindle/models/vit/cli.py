@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 
 from ...core.method import require
 from ...core.model import LAYOUTS, AdaptiveViT
-from ...errors import DwindleError, unknown
+from ...errors import unknown
 from ...evaluate.analysis import operating_points
 from ...evaluate.bench import INT8, model_to_bench, race, some_photos
 from ...evaluate.bench import bench as time_model
@@ -137,10 +136,6 @@ def bench(
     for variant in variants or ():
         if variant not in known:
             raise unknown(f"static variant on {place}", variant, known)
-        if variant == "openvino" and find_spec("openvino") is None:
-            raise DwindleError(
-                "--static openvino: the package openvino is not installed; pip install 'dwindle[openvino]'."
-            )
     photos = None if data is None else some_photos(adapted, data, max(batches))
     with progress_bar() as bar:
         task = bar.add_task("timing", total=len(batches) * (len(fractions) if photos is None else 1))
